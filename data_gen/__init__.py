@@ -1,0 +1,1 @@
+"""Training sequences written by the target itself."""

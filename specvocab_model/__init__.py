@@ -1,0 +1,1 @@
+"""Draft models with a speculated vocabulary: architecture, objective, decoding, export."""

@@ -1,0 +1,290 @@
+"""The configuration of every command, checked before anything is loaded.
+
+Hydra composes the YAML files of ``configs/``; the dataclasses here are their schema. ``parse_config`` turns the
+composed ``DictConfig`` into these objects, so a misspelt key, a wrong type, a missing value or two fields that
+contradict each other stop the command with one line. Nothing past ``parse_config`` sees a ``DictConfig``.
+
+One file holds all nodes because one ``+experiment=...`` serves ``data_gen/main.py``, ``train/main.py`` and the
+scripts, and neither of the first two may import the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+CONFIG_DIR = str(Path(__file__).resolve().parent.parent / "configs")
+
+DTYPES = ("float32", "bfloat16", "float16")
+HEADS = ("full", "speculative")
+LOSSES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid")
+STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names the value, the rule and the fix."""
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not known; choose one of {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: float | None, minimum: float) -> None:
+    if value is not None and not value >= minimum:
+        raise ConfigError(f"{name}={value} must be at least {minimum}")
+
+
+def _fraction(name: str, value: float) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{name}={value} must lie between 0 and 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class TargetConfig:
+    """The frozen model whose output is reproduced."""
+
+    model: str = MISSING  # hub id, or a folder in HF format, or a folder holding gguf_file
+    gguf_file: str | None = None
+    revision: str | None = None
+    dtype: str = "bfloat16"
+    attn_implementation: str = "sdpa"
+
+    def __post_init__(self) -> None:
+        _one_of("target.dtype", self.dtype, DTYPES)
+
+
+@dataclass(kw_only=True, slots=True)
+class DraftConfig:
+    """The draft layer. Every null is taken from the target."""
+
+    feature_layers: list[int] | None = None  # indices into HF hidden_states; null: [2, N//2, N-3]
+    num_unroll_steps: int = 7
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("draft.num_unroll_steps", self.num_unroll_steps, 1)
+        if self.feature_layers is not None:
+            if len(self.feature_layers) != 3 or sorted(set(self.feature_layers)) != self.feature_layers:
+                raise ConfigError(f"draft.feature_layers={self.feature_layers} must be three ascending, distinct indices")
+            _at_least("draft.feature_layers[0]", self.feature_layers[0], 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class HeadConfig:
+    """How the draft turns its hidden state into token logits."""
+
+    type: str = "speculative"
+    rank: int | None = None  # null: hidden_size / 8
+    num_candidates: int = 2048
+    selection: str = "exact"
+    init: str = "calibration"
+    calibration_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        _one_of("head.type", self.type, HEADS)
+        _one_of("head.selection", self.selection, ("exact",))
+        _one_of("head.init", self.init, ("calibration", "svd", "random"))
+        _at_least("head.rank", self.rank, 1)
+        _at_least("head.num_candidates", self.num_candidates, 1)
+        _at_least("head.calibration_tokens", self.calibration_tokens, 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Training sequences on disk (see data_gen/shards.py) and how they are packed."""
+
+    train_path: str = MISSING
+    validation_path: str = MISSING
+    seq_len: int = 2048  # tokens of one packed row
+    num_workers: int = 2
+
+    def __post_init__(self) -> None:
+        _at_least("data.seq_len", self.seq_len, 2)
+        _at_least("data.num_workers", self.num_workers, 0)
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerationConfig:
+    """Prompts and the target's own answers to them."""
+
+    engine: str = "transformers"
+    prompt_files: list[str] = field(default_factory=list)  # jsonl: {"messages": [...]} or {"prompt": "..."}
+    magpie_prompts: int = 0  # user turns the target invents from its own chat template
+    magpie_temperature: float = 1.0
+    magpie_max_new_tokens: int = 96
+    num_prompts: int | None = None  # null: all
+    validation_fraction: float = 0.02
+    max_prompt_tokens: int = 1024
+    max_new_tokens: int = 1024
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    batch_tokens: int = 65536  # (prompt + max_new_tokens) * rows of one generation batch
+    rows_per_shard: int = 2048
+
+    def __post_init__(self) -> None:
+        _one_of("generation.engine", self.engine, ("transformers",))
+        _fraction("generation.validation_fraction", self.validation_fraction)
+        _fraction("generation.top_p", self.top_p)
+        for name in ("magpie_prompts", "temperature", "top_k", "magpie_temperature"):
+            _at_least(f"generation.{name}", getattr(self, name), 0)
+        for name in ("magpie_max_new_tokens", "max_prompt_tokens", "max_new_tokens", "batch_tokens", "rows_per_shard"):
+            _at_least(f"generation.{name}", getattr(self, name), 1)
+        _at_least("generation.num_prompts", self.num_prompts, 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    """Length of the run, what is optimised, and what is written when."""
+
+    num_epochs: int = 1
+    max_steps: int | None = None  # optimizer steps; wins over num_epochs
+    micro_batch_size: int = 1  # packed rows per rank and forward pass
+    gradient_accumulation_steps: int = 1
+    mixed_precision: str = "bf16"
+    loss: str = "forward_kl"
+    aux_weight: float = 0.1  # weight of the speculator's loss
+    step_decay: float = 0.8  # weight of unroll step i is step_decay ** i
+    loss_normalization: str = "valid"  # valid: mean over the step's valid positions; slot: over all token slots
+    loss_chunk_tokens: int = 1024  # teacher rows whose logits exist at one time
+    log_every: int = 10  # optimizer steps
+    validate_every: int = 500
+    save_every: int = 500
+    keep_checkpoints: int = 2
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_epochs", "micro_batch_size", "gradient_accumulation_steps", "loss_chunk_tokens",
+                     "log_every", "validate_every", "save_every", "keep_checkpoints"):
+            _at_least(f"trainer.{name}", getattr(self, name), 1)
+        _at_least("trainer.max_steps", self.max_steps, 1)
+        _at_least("trainer.aux_weight", self.aux_weight, 0)
+        _fraction("trainer.step_decay", self.step_decay)
+        _one_of("trainer.loss", self.loss, LOSSES)
+        _one_of("trainer.mixed_precision", self.mixed_precision, ("no", "bf16"))
+        _one_of("trainer.loss_normalization", self.loss_normalization, ("valid", "slot"))
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW with linear warm-up and cosine decay, counted in optimizer steps."""
+
+    lr: float = 1e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_ratio: float = 0.02
+    min_lr_ratio: float = 0.1
+    max_grad_norm: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ConfigError(f"optim.lr={self.lr} must be positive")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optim.betas={self.betas} must be two numbers in [0, 1)")
+        _fraction("optim.warmup_ratio", self.warmup_ratio)
+        _fraction("optim.min_lr_ratio", self.min_lr_ratio)
+        _at_least("optim.weight_decay", self.weight_decay, 0)
+        if not self.max_grad_norm > 0:
+            raise ConfigError(f"optim.max_grad_norm={self.max_grad_norm} must be positive")
+
+
+@dataclass(kw_only=True, slots=True)
+class DistributedConfig:
+    """How the draft is trained over several ranks. The launcher starts the ranks; this says what they do."""
+
+    strategy: str = "single"
+    cpu: bool = False  # train on the CPU even where a GPU is visible
+
+    def __post_init__(self) -> None:
+        _one_of("distributed.strategy", self.strategy, STRATEGIES)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrackingConfig:
+    """Where metrics go, beside the JSONL file that every run writes."""
+
+    backend: str = "none"
+    project: str = "specvocab"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _one_of("tracking.backend", self.backend, ("none", "wandb", "tensorboard"))
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig:
+    """Speculative decoding on held-out prompts."""
+
+    prompts: str = MISSING  # jsonl: {"messages"}, {"prompt"} or Spec-Bench's {"question_id", "category", "turns"}
+    num_prompts: int | None = None  # null: all
+    max_new_tokens: int = 256
+    num_draft_tokens: int = 7
+    temperature: float = 0.0
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        _at_least("eval.num_prompts", self.num_prompts, 1)
+        _at_least("eval.max_new_tokens", self.max_new_tokens, 1)
+        _at_least("eval.num_draft_tokens", self.num_draft_tokens, 1)
+        _at_least("eval.temperature", self.temperature, 0)
+        _one_of("eval.dtype", self.dtype, DTYPES)
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """Everything one experiment says."""
+
+    run_name: str = MISSING
+    output_dir: str = "outputs/${run_name}"
+    seed: int = 0
+    target: TargetConfig = field(default_factory=TargetConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+NODES: dict[str, type] = {
+    "target": TargetConfig, "draft": DraftConfig, "head": HeadConfig, "data": DataConfig,
+    "generation": GenerationConfig, "trainer": TrainerConfig, "optim": OptimConfig,
+    "distributed": DistributedConfig, "tracking": TrackingConfig, "eval": EvalConfig,
+}
+
+
+def register_schemas() -> None:
+    """Put every schema into Hydra's ConfigStore as ``<group>/schema`` (and the root as ``schema``)."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for group, node in NODES.items():
+        store.store(group=group, name="schema", node=node)
+
+
+def parse_config(composed: DictConfig) -> Config:
+    """Turn Hydra's composed config into checked dataclasses.
+
+    Raises:
+        ConfigError: a value is missing, of the wrong type, or contradicts another.
+    """
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    assert isinstance(config, Config)
+    return config

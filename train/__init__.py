@@ -1,0 +1,1 @@
+"""Training of a draft: data loading, optimisation, checkpoints, tracking."""
