@@ -1,0 +1,54 @@
+"""What a head returns and what it must look like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOutput:
+    """Draft logits of ``N`` positions over the support of the head.
+
+    ``ids`` is int64 ``[N, k]``, the target's token id of every column, distinct within a row; ``None`` when the columns
+    are the whole vocabulary in order. ``logits`` is fp32 ``[N, k]``; every token outside the support has probability 0.
+    """
+
+    ids: Tensor | None
+    logits: Tensor
+
+    def greedy_tokens(self) -> Tensor:
+        """The most probable token of every position, int64 ``[N]``, as target ids."""
+        return self.tokens(self.logits.argmax(-1))
+
+    def tokens(self, columns: Tensor) -> Tensor:
+        """Target ids ``[N]`` of one column per position, int64 ``[N]``."""
+        if self.ids is None:
+            return columns
+        return self.ids.gather(-1, columns.unsqueeze(-1)).squeeze(-1)
+
+    def probabilities(self, temperature: float = 1.0) -> Tensor:
+        """``softmax(logits / temperature)`` over the support, fp32 ``[N, k]``.
+
+        Raises:
+            ValueError: the temperature is not positive (use ``greedy_tokens`` for the limit 0).
+        """
+        if temperature <= 0:
+            raise ValueError(f"temperature={temperature} must be positive; use greedy_tokens for greedy drafts")
+        return (self.logits / temperature).softmax(-1)
+
+    def dense_logits(self, vocab_size: int) -> Tensor:
+        """Logits ``[N, V]`` over the whole vocabulary, −inf outside the support."""
+        if self.ids is None:
+            return self.logits
+        dense = self.logits.new_full((self.logits.shape[0], vocab_size), -torch.inf)
+        return dense.scatter_(-1, self.ids, self.logits)
+
+
+class Head(Protocol):
+    """Turns normalised draft output ``[N, d]`` into logits over some of the target's tokens."""
+
+    def __call__(self, hidden: Tensor) -> HeadOutput: ...

@@ -1,0 +1,164 @@
+"""The vocabulary speculator: a low-rank guess at the logits, good enough to say which tokens deserve exact ones.
+
+``s = vocab_proj(down_proj(h))`` costs ``r (d + V)`` multiplications instead of ``d V``. The ids with the largest ``s``
+become the candidates, and the exact logits ``U[ids] · h`` are computed for these alone. A target's final scale and
+soft-cap are monotone, so the ranking, and with it the candidates, does not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from specvocab_kernels import select_candidates
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from specvocab_model.target import Target
+
+ROWS_AT_ONCE = 8192  # rows of lm_head converted to fp64 at one time: 256 MiB at hidden_size 4096
+
+
+class VocabSpeculator(nn.Module):
+    """Approximate logits of rank ``r`` over the target's whole vocabulary.
+
+    Args:
+        hidden_size: ``d``, width of the draft's normalised output.
+        vocab_size: ``V``, rows of the target's ``lm_head``.
+        rank: ``r``, between 1 and ``hidden_size``.
+        num_candidates: ids selected for every position; more than ``V`` means all.
+
+    Raises:
+        ValueError: the rank lies outside its range, or there is no candidate.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, rank: int, num_candidates: int) -> None:
+        super().__init__()
+        if not 1 <= rank <= hidden_size:
+            raise ValueError(f"rank={rank} must lie between 1 and hidden_size={hidden_size}; set head.rank accordingly")
+        if num_candidates < 1:
+            raise ValueError(f"num_candidates={num_candidates} must be at least 1; set head.num_candidates accordingly")
+        self.num_candidates = num_candidates
+        self.down_proj = nn.Linear(hidden_size, rank, bias=False)
+        self.vocab_proj = nn.Linear(rank, vocab_size, bias=False)
+
+    @property
+    def rank(self) -> int:
+        return self.down_proj.out_features
+
+    @property
+    def vocab_size(self) -> int:
+        return self.vocab_proj.out_features
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Approximate logits ``[..., V]`` of the normalised hidden states ``[..., d]``."""
+        return self.vocab_proj(self.down_proj(hidden))
+
+    def candidates(self, hidden: Tensor, impl: str = "auto") -> Tensor:
+        """Ids of the ``min(num_candidates, V)`` largest approximate logits: ``[N, d]`` to int64 ``[N, k]``, distinct."""
+        return select_candidates(self(hidden), min(self.num_candidates, self.vocab_size), impl=impl)
+
+    @torch.no_grad()
+    def initialise(
+        self,
+        method: str,
+        lm_head_weight: Tensor,
+        final_hidden: Tensor | Iterable[Tensor] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Set both projections; the speculator may then be used with or without training.
+
+        ``calibration``: rows of ``down_proj`` are the leading ``r`` eigenvectors of ``E[h hᵀ]`` over ``final_hidden``, and
+        ``vocab_proj = U · down_projᵀ``: the logits of ``h`` projected onto the subspace that loses the least of it.
+        ``svd``: the best rank-``r`` approximation of ``U`` itself, ``U ≈ (U_r S_r) V_rᵀ``, which is the same formula with
+        the rows of ``U`` in the place of the hidden states. ``random``: normal, variance 1/fan-in.
+
+        Args:
+            method: one of the three above.
+            lm_head_weight: ``U``, ``[V, d]``, any floating type and device.
+            final_hidden: for ``calibration``, states after the final norm: one ``[N, d]`` tensor or a stream of them
+                (see ``collect_final_hidden``); ``N`` at least the rank, a few thousand to be useful.
+            generator: for ``random``, on the device of the parameters.
+
+        Raises:
+            ValueError: unknown method, wrong shapes, or hidden states that are missing, too few or not finite.
+        """
+        expected = (self.vocab_size, self.down_proj.in_features)
+        if tuple(lm_head_weight.shape) != expected:
+            raise ValueError(f"lm_head has shape {tuple(lm_head_weight.shape)}, but the speculator was built for {expected}")
+        if method == "random":
+            for layer in (self.down_proj, self.vocab_proj):
+                layer.weight.normal_(std=layer.in_features**-0.5, generator=generator)
+            return
+        if method == "calibration":
+            if final_hidden is None:
+                raise ValueError("init 'calibration' needs final hidden states of the target; pass final_hidden")
+            chunks = [final_hidden] if isinstance(final_hidden, Tensor) else final_hidden
+        elif method == "svd":
+            chunks = lm_head_weight.split(ROWS_AT_ONCE)
+        else:
+            raise ValueError(f"init {method!r} is not known; choose calibration, svd or random")
+        basis = principal_directions(chunks, self.rank)
+        self.down_proj.weight.copy_(basis)
+        # Both factors come from the fp64 basis: rounding down_proj first would only add its error to vocab_proj.
+        for target_rows, rows in zip(
+            self.vocab_proj.weight.split(ROWS_AT_ONCE), lm_head_weight.split(ROWS_AT_ONCE), strict=True
+        ):
+            target_rows.copy_(rows.double() @ basis.to(rows.device).T)
+
+
+def principal_directions(chunks: Iterable[Tensor], rank: int) -> Tensor:
+    """Leading ``rank`` eigenvectors of the second moment ``E[x xᵀ]`` of the rows of all chunks.
+
+    Not centred: the logits are linear in ``x`` itself, so its mean is part of what has to be kept. Every eigenvector's
+    largest entry is made positive, because eigenvectors come with an arbitrary sign that differs between machines.
+
+    Args:
+        chunks: tensors ``[n, d]``; only one is held at a time.
+        rank: number of directions.
+
+    Returns:
+        fp64 ``[rank, d]`` with orthonormal rows, on the device of the chunks, by falling eigenvalue.
+
+    Raises:
+        ValueError: fewer rows than ``rank``, or rows that are not finite.
+    """
+    moment: Tensor | None = None
+    count = 0
+    for chunk in chunks:
+        rows = chunk.detach().double()
+        product = rows.T @ rows
+        moment = product if moment is None else moment.add_(product)
+        count += rows.shape[0]
+    if moment is None or count < rank:
+        raise ValueError(f"{count} states cannot determine {rank} directions; give more text or lower head.rank")
+    if not torch.isfinite(moment).all():
+        raise ValueError("the states for the speculator's initialisation hold NaN or infinite values; check target.dtype")
+    directions = torch.linalg.eigh(moment / count).eigenvectors.flip(-1)[:, :rank].T
+    largest = directions.gather(-1, directions.abs().argmax(-1, keepdim=True))
+    return directions * largest.sign()
+
+
+def collect_final_hidden(target: Target, rows: Iterable[Any], num_tokens: int) -> Iterator[Tensor]:
+    """Stream the target's final hidden states at the positions that predict supervised tokens.
+
+    Position ``t`` counts when ``loss_mask[t + 1] == 1``: there the draft will have to stand in for the target.
+
+    Args:
+        target: supplies ``forward`` and the device.
+        rows: data set rows with ``input_ids`` and ``loss_mask``, run one at a time so that memory stays small.
+        num_tokens: stop after this many states.
+
+    Yields:
+        ``[n, d]`` in the target's type, at most ``num_tokens`` rows in total; fewer where the data end before.
+    """
+    left = num_tokens
+    for row in rows:
+        if left <= 0:
+            return
+        input_ids = torch.tensor([list(row["input_ids"])], dtype=torch.long, device=target.device)
+        supervised = torch.tensor(list(row["loss_mask"]), dtype=torch.bool, device=target.device)
+        hidden = target.forward(input_ids).final_hidden[0, :-1][supervised[1:]][:left]
+        left -= hidden.shape[0]
+        yield hidden
