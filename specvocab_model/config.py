@@ -10,12 +10,13 @@ scripts, and neither of the first two may import the other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 CONFIG_DIR = str(Path(__file__).resolve().parent.parent / "configs")
 
@@ -282,9 +283,24 @@ def parse_config(composed: DictConfig) -> Config:
     Raises:
         ConfigError: a value is missing, of the wrong type, or contradicts another.
     """
-    try:
-        config = OmegaConf.to_object(composed)
+    try:  # plain values into a fresh schema, because Hydra opens the composed one for "+key=value"
+        checked = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(composed, resolve=True))
+        missing = OmegaConf.missing_keys(checked)
+        if missing:
+            raise ConfigError(f"no value for {', '.join(sorted(missing))}: choose an experiment (+experiment=NAME) or set it")
+        config = OmegaConf.to_object(checked)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
+        raise ConfigError(describe(error)) from error
     assert isinstance(config, Config)
     return config
+
+
+def describe(error: OmegaConfBaseException) -> str:
+    """One line for an OmegaConf error: what is wrong, where, and the key that was probably meant."""
+    first = str(error).splitlines()[0]
+    if isinstance(error, InterpolationToMissingValueError):
+        return f"no value for {first.rpartition(': ')[2]}: choose an experiment (+experiment=NAME) or set it"
+    where = f" (at {error.full_key})" if error.full_key else ""
+    known = [f.name for f in fields(error.object_type)] if is_dataclass(error.object_type) else []
+    close = [name for name in get_close_matches(str(error.key), known) if name != error.key]
+    return first + where + (f"; did you mean {close[0]}?" if close else "")

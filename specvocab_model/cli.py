@@ -1,0 +1,87 @@
+"""The one entry point of every command: Hydra composes, the schema checks, a mistake ends in one line.
+
+    @hydra_main
+    def main(config: Config) -> None: ...
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import hydra
+from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from specvocab_model.config import CONFIG_DIR, Config, ConfigError, describe, parse_config, register_schemas
+
+EXIT_CONFIG_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def hydra_main(function: Callable[[Config], None]) -> Callable[[], None]:
+    """Make ``function`` a command that takes Hydra overrides.
+
+    A configuration that cannot run, found by Hydra, by the schema or by ``function`` itself (``ConfigError``), is
+    printed as one line and exits with code 2; Ctrl-C exits with code 130. Any other exception keeps its traceback.
+    """
+
+    @functools.wraps(function)
+    def command() -> None:
+        try:
+            for config in _compose(function):
+                function(config)
+        except ConfigError as error:
+            _stop(str(error))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(EXIT_INTERRUPTED)
+
+    return command
+
+
+def _compose(function: Callable[[Config], None]) -> list[Config]:
+    """One checked configuration, or several with Hydra's ``--multirun``.
+
+    Hydra only composes; the command itself runs after Hydra has returned. So whatever is raised in here is about the
+    configuration, and what the command raises has no Hydra frames around it.
+    """
+    composed: list[DictConfig] = []
+
+    @functools.wraps(function)  # Hydra takes the command's name and --help from here
+    def collect(config: DictConfig) -> None:
+        composed.append(config)
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them over several lines
+    register_schemas()
+    try:
+        hydra.main(config_path=CONFIG_DIR, config_name="config", version_base="1.3")(collect)()
+    except (CompactHydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise ConfigError(_one_line(error)) from error
+    return [parse_config(config) for config in composed]
+
+
+def _one_line(error: Exception) -> str:
+    """What is wrong, from an error that Hydra raised while it composed."""
+    if isinstance(error, OmegaConfBaseException):
+        return describe(error)
+    first = str(error).splitlines()[0].rstrip(".:")
+    if isinstance(error, MissingConfigException) and error.options:
+        return f"{first} (there are: {', '.join(error.options)})"
+    if isinstance(error, OverrideParseException):
+        return f"cannot read the override {error.override!r}: expected key=value in Hydra's grammar"
+    reason = error.__cause__ or error.__context__
+    if isinstance(reason, OmegaConfBaseException):
+        return f"{first}: {describe(reason)}"
+    return " ".join(str(error).split())
+
+
+def _stop(line: str) -> NoReturn:
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # one line per machine, not one per rank
+        print(f"error: {line}", file=sys.stderr)
+    sys.exit(EXIT_CONFIG_ERROR)
