@@ -1,0 +1,31 @@
+"""What every test needs before torch or Triton is first used."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# Tests share helpers (`from tests.tiny import ...`) whatever the directory pytest is started from.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import pytest
+import torch
+from transformers.utils import logging as transformers_logging
+
+if not torch.cuda.is_available():
+    # Triton reads this when a kernel is decorated, so it must be set before any kernel module is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# The models are tiny: more threads only fight each other, the more so under pytest-xdist.
+torch.set_num_threads(1)
+transformers_logging.disable_progress_bar()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU; none is visible")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

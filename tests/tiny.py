@@ -1,0 +1,135 @@
+"""Tiny random targets: ordinary HF folders with a real tokenizer, small enough for every test to build its own.
+
+They are awkward on purpose, as real models are: head_dim is not hidden_size / num_attention_heads, ``lm_head`` has more
+rows than the tokenizer has tokens, there are two EOS ids, and the Gemma kinds alternate sliding-window and full layers,
+scale their embeddings and cap their logits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from specvocab_model.config import TargetConfig
+from specvocab_model.target import Target
+
+KINDS = ("llama", "qwen3", "gemma2", "gemma3")
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+TOKENIZER_LENGTH = 256 + len(SPECIAL_TOKENS)
+ENDOFTEXT_ID, IM_START_ID, IM_END_ID, PAD_ID = range(256, TOKENIZER_LENGTH)
+EOS_IDS = (IM_END_ID, ENDOFTEXT_ID)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+_GEMMA = {"sliding_window": 6, "query_pre_attn_scalar": 20, "attn_logit_softcapping": None}
+_KINDS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
+    "llama": (LlamaConfig, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, {"tie_word_embeddings": False}),
+    "gemma2": (Gemma2Config, {"tie_word_embeddings": True, "final_logit_softcapping": 5.0, **_GEMMA}),
+    "gemma3": (Gemma3TextConfig, {"tie_word_embeddings": True, **_GEMMA, "layer_types": None}),
+}
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer (one token per byte) with ChatML special tokens and chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=CHAT_TEMPLATE
+    )
+
+
+def tiny_config(
+    kind: str, *, vocab_size: int = TOKENIZER_LENGTH + 17, num_hidden_layers: int = 8, tie: bool | None = None
+) -> PreTrainedConfig:
+    """Config of a tiny model. ``tie=None`` keeps what models of this kind usually do."""
+    config_class, specifics = _KINDS[kind]
+    specifics = dict(specifics)
+    if tie is not None:
+        specifics["tie_word_embeddings"] = tie
+    if kind == "gemma3":
+        specifics["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"] * num_hidden_layers
+        specifics["layer_types"] = specifics["layer_types"][:num_hidden_layers]
+    return config_class(
+        vocab_size=vocab_size,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=20,
+        max_position_embeddings=512,
+        pad_token_id=PAD_ID,
+        bos_token_id=None,
+        eos_token_id=list(EOS_IDS),
+        **specifics,
+    )
+
+
+def tiny_model(kind: str, *, seed: int = 0, **config_kwargs) -> PreTrainedModel:
+    """A random fp32 model. The global random state is left as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(kind, **config_kwargs), dtype=torch.float32)
+        _randomise(model)
+    model.generation_config.eos_token_id = list(EOS_IDS)
+    model.generation_config.pad_token_id = PAD_ID
+    return model.eval()
+
+
+@torch.no_grad()
+def _randomise(model: PreTrainedModel) -> None:
+    """Weights wide enough that the context, not only the last token, decides what comes next.
+
+    With the usual std of 0.02 the residual stream is the last token's embedding, and a tied model repeats that token
+    for ever: tests of greedy output would compare constants.
+    """
+    for name, parameter in model.named_parameters():
+        if "embed_tokens" in name or "lm_head" in name:
+            parameter.normal_(std=0.05)
+        elif name == "model.norm.weight":
+            parameter.normal_(mean=6.0, std=0.5)  # makes up for the small lm_head: logits of std 2
+        elif parameter.ndim == 1:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        else:
+            parameter.normal_(std=1.5 / parameter.shape[-1] ** 0.5)
+
+
+def tiny_target_folder(path: Path, kind: str, **model_kwargs) -> Path:
+    """Write a tiny model and its tokenizer to ``path`` as ``save_pretrained`` does; returns ``path``."""
+    tiny_model(kind, **model_kwargs).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return Path(path)
+
+
+def tiny_target(kind: str, tmp_path: Path, *, dtype: torch.dtype = torch.float32, **model_kwargs) -> Target:
+    """A tiny target on the CPU, loaded from a folder as a real one is."""
+    folder = tiny_target_folder(Path(tmp_path) / f"target-{kind}", kind, **model_kwargs)
+    return Target.load(tiny_target_config(folder, kind), device="cpu", dtype=dtype)
+
+
+def tiny_target_config(folder: Path, kind: str) -> TargetConfig:
+    """The config naming a tiny target; Gemma 2 has no sdpa in transformers."""
+    return TargetConfig(
+        model=str(folder), dtype="float32", attn_implementation="eager" if kind == "gemma2" else "sdpa"
+    )
