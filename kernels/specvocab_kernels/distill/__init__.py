@@ -1,0 +1,86 @@
+"""Full-vocabulary distillation of a student and of its vocabulary speculator, in memory that does not grow with tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specvocab_kernels.distill.chunked import ChunkedDistill, DistillOptions
+from specvocab_kernels.distill.reference import LOSSES, DistillStats
+
+__all__ = ["LOSSES", "DistillStats", "distill"]
+
+
+def distill(
+    student_hidden: Tensor,
+    teacher_hidden: Tensor,
+    lm_head: Tensor,
+    down_proj: Tensor | None,
+    vocab_proj: Tensor | None,
+    weight: Tensor,
+    *,
+    loss: str = "forward_kl",
+    aux_weight: float = 0.1,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    chunk_rows: int = 1024,
+    collect: bool = False,
+) -> tuple[Tensor, DistillStats | None]:
+    """Weighted sum of a named loss over all pairs of a teacher row and a student row, against the full vocabulary.
+
+    With ``p = softmax(f(U g))`` of the teacher's row, ``q = softmax(f(U h))`` of the student's and
+    ``s = softmax(f(vocab_proj down_proj h))`` of the speculator's, where ``f`` scales and soft-caps::
+
+        total = sum over (step, row) of weight * (loss(p, q) + aux_weight * loss(p, s))
+
+    Args:
+        student_hidden: ``h`` [S, N, d], after the draft's final norm; gets a gradient.
+        teacher_hidden: ``g`` [N, d], after the target's final norm; row n is shared by the S student rows of n.
+        lm_head: ``U`` [V, d], frozen. Its dtype is the dtype of the products; softmax and sums are fp32.
+        down_proj, vocab_proj: [r, d] and [V, r], both or neither; they get gradients.
+        weight: [S, N] fp32, not negative. Where it is 0 loss and gradient are exactly 0, whatever the logits.
+        loss: one of ``LOSSES``.
+        chunk_rows: teacher rows whose [rows, V] logits exist at one time; bounds the memory.
+        collect: also return per-position measurements.
+
+    Returns:
+        fp32 scalar, and ``DistillStats`` when asked for.
+
+    Raises:
+        ValueError: shapes that do not fit together, or an unknown loss.
+    """
+    steps, rows, hidden_size = student_hidden.shape
+    if loss not in LOSSES:
+        raise ValueError(f"loss={loss!r} is not known; choose one of {', '.join(LOSSES)}")
+    if teacher_hidden.shape != (rows, hidden_size) or weight.shape != (steps, rows):
+        raise ValueError(
+            f"student_hidden {tuple(student_hidden.shape)} [S, N, d] needs teacher_hidden [N, d] and weight [S, N], "
+            f"got {tuple(teacher_hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if lm_head.ndim != 2 or lm_head.shape[1] != hidden_size:
+        raise ValueError(f"lm_head {tuple(lm_head.shape)} must be [V, {hidden_size}]")
+    if (down_proj is None) != (vocab_proj is None):
+        raise ValueError("down_proj and vocab_proj come together or not at all")
+    if down_proj is not None and vocab_proj is not None:
+        rank = down_proj.shape[0]
+        if down_proj.shape != (rank, hidden_size) or vocab_proj.shape != (lm_head.shape[0], rank):
+            raise ValueError(
+                f"down_proj {tuple(down_proj.shape)} and vocab_proj {tuple(vocab_proj.shape)} must be "
+                f"[r, {hidden_size}] and [{lm_head.shape[0]}, r]"
+            )
+    if chunk_rows < 1:
+        raise ValueError(f"chunk_rows={chunk_rows} must be at least 1")
+
+    options = DistillOptions(
+        loss=loss,
+        aux_weight=aux_weight,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        chunk_rows=chunk_rows,
+    )
+    stats = DistillStats.empty((steps, rows), student_hidden.device) if collect else None
+    with torch.autocast(student_hidden.device.type, enabled=False):
+        total = ChunkedDistill.apply(
+            student_hidden, down_proj, vocab_proj, teacher_hidden, lm_head, weight, options, stats
+        )
+    return total, stats

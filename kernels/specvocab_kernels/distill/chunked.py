@@ -1,0 +1,134 @@
+"""Distillation over chunks of teacher rows: the full vocabulary in constant memory, gradients made in the forward pass.
+
+A teacher row is judged by up to S student rows (one an unroll step). For one chunk of rows the teacher's product is
+made once, then each step's logits are made, turned into their gradient in place, and multiplied back. Nothing of
+size ``[rows, V]`` outlives its chunk. Making the gradients at once costs nothing: the loss is a weighted sum, so
+backward only scales them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specvocab_kernels.distill.gradients import GRADIENTS, NEEDS_LOG, Teacher
+from specvocab_kernels.distill.reference import DistillStats, cap_logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillOptions:
+    """Everything of a ``distill`` call that is not a tensor."""
+
+    loss: str
+    aux_weight: float
+    logit_scale: float
+    logit_softcap: float | None
+    chunk_rows: int
+
+
+def _final_logits(raw: Tensor, options: DistillOptions) -> Tensor:
+    """fp32 logits; a fresh tensor."""
+    return cap_logits(raw.float(), options.logit_scale, options.logit_softcap)
+
+
+def _to_raw(slope: Tensor, logits: Tensor, weight: Tensor, options: DistillOptions) -> Tensor:
+    """Gradient in the final logits -> gradient in the bare product, times the row's weight; in place on ``slope``."""
+    if options.logit_softcap is not None:
+        slope.mul_(1.0 - (logits / options.logit_softcap) ** 2)
+    return slope.mul_(weight[:, None] * options.logit_scale)
+
+
+class ChunkedDistill(torch.autograd.Function):
+    """``forward(student, down, vocab, teacher, lm_head, weight, options, stats) -> scalar``."""
+
+    @staticmethod
+    def forward(ctx, student, down, vocab, teacher, lm_head, weight, options, stats):  # type: ignore[no-untyped-def]
+        dtype = lm_head.dtype
+        grads = _Gradients.zeros_like(student, dtype, down, vocab)
+        # Rows of weight 0 are blanked: a NaN there would survive the multiplication by 0.
+        student = student.to(dtype).masked_fill((weight == 0)[..., None], 0.0)
+        teacher = teacher.to(dtype).masked_fill((weight == 0).all(0)[:, None], 0.0)
+        down, vocab = (None if matrix is None else matrix.to(dtype) for matrix in (down, vocab))
+        total = torch.zeros((), dtype=torch.float32, device=student.device)
+        for start in range(0, teacher.shape[0], options.chunk_rows):
+            rows = slice(start, start + options.chunk_rows)
+            logits = _final_logits(teacher[rows] @ lm_head.mT, options)
+            shared = Teacher.from_logits(logits, options.loss in NEEDS_LOG)
+            for step in range(student.shape[0]):
+                total += _one_step(student[step, rows], down, vocab, shared, lm_head, weight[step, rows], options,
+                                   grads, stats, (step, rows))
+        ctx.save_for_backward(*(grad for grad in (grads.student, grads.down, grads.vocab) if grad is not None))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_total):  # type: ignore[no-untyped-def]
+        scaled = [grad * grad_total for grad in ctx.saved_tensors]
+        return (*scaled, *[None] * (8 - len(scaled)))
+
+
+@dataclass(slots=True)
+class _Gradients:
+    student: Tensor  # [S, N, d] in the compute dtype
+    down: Tensor | None  # [r, d] fp32: sums over all rows
+    vocab: Tensor | None  # [V, r] fp32
+
+    @classmethod
+    def zeros_like(
+        cls, student: Tensor, dtype: torch.dtype, down: Tensor | None, vocab: Tensor | None
+    ) -> _Gradients:
+        def sums(like: Tensor | None) -> Tensor | None:
+            return None if like is None else torch.zeros_like(like, dtype=torch.float32)
+
+        return cls(torch.zeros_like(student, dtype=dtype), sums(down), sums(vocab))
+
+
+def _one_step(
+    hidden: Tensor,
+    down: Tensor | None,
+    vocab: Tensor | None,
+    teacher: Teacher,
+    lm_head: Tensor,
+    weight: Tensor,
+    options: DistillOptions,
+    grads: _Gradients,
+    stats: DistillStats | None,
+    at: tuple[int, slice],
+) -> Tensor:
+    """Loss, gradients and measurements of one unroll step on one chunk: ``hidden`` [C, d], ``weight`` [C]."""
+    value_and_slope = GRADIENTS[options.loss]
+    logits = _final_logits(hidden @ lm_head.mT, options)
+    value, slope = value_and_slope(teacher, logits)
+    student_top = logits.argmax(-1) if stats is not None else None
+    if stats is not None:
+        stats.loss[at], stats.entropy[at] = value, teacher.entropy
+        stats.correct[at] = student_top == teacher.top
+        stats.acceptance[at] = torch.minimum(torch.softmax(logits, -1), teacher.p).sum(-1)
+    grad_hidden = _to_raw(slope, logits, weight, options).to(hidden.dtype) @ lm_head
+    del logits, slope
+
+    aux_value = torch.zeros_like(value)
+    if down is not None and vocab is not None and grads.down is not None and grads.vocab is not None:
+        low_rank = hidden @ down.mT
+        approximate = _final_logits(low_rank @ vocab.mT, options)
+        if stats is not None and student_top is not None:
+            stats.target_rank[at] = _rank(approximate, teacher.top)
+            stats.draft_rank[at] = _rank(approximate, student_top)
+        aux_value, slope = value_and_slope(teacher, approximate)
+        slope = _to_raw(slope, approximate, weight * options.aux_weight, options).to(hidden.dtype)
+        grads.vocab += slope.mT @ low_rank
+        grad_low_rank = slope @ vocab
+        grads.down += grad_low_rank.mT @ hidden
+        grad_hidden += grad_low_rank @ down
+    elif stats is not None:
+        stats.target_rank[at] = stats.draft_rank[at] = 0
+    if stats is not None:
+        stats.aux_loss[at] = aux_value
+    grads.student[at] = grad_hidden
+    return (weight * (value + options.aux_weight * aux_value)).sum()
+
+
+def _rank(scores: Tensor, ids: Tensor) -> Tensor:
+    """Number of ids scored strictly above ``ids`` [C] in ``scores`` [C, V]."""
+    return (scores > scores.gather(-1, ids[:, None])).sum(-1)

@@ -1,0 +1,263 @@
+"""The draft: one Llama-style decoder layer between the target's features and its output embedding (EAGLE-3).
+
+Parameter names are those of stock EAGLE-3 checkpoints, so exporting is a cast and a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from specvocab_model.acceptance import AcceptanceSums
+from specvocab_model.attention import DraftCache, UnrollMemory
+from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
+from specvocab_model.losses import Objective, distillation_loss
+from specvocab_model.speculator import VocabSpeculator
+from specvocab_model.target import TargetSpec, default_feature_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftArchitecture:
+    """Everything that determines the draft's tensors and its forward pass."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    feature_layers: tuple[int, int, int]
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    max_position_embeddings: int
+    num_unroll_steps: int
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"draft.num_attention_heads={self.num_attention_heads} must be a multiple of "
+                f"draft.num_key_value_heads={self.num_key_value_heads}"
+            )
+
+    @classmethod
+    def from_target(cls, spec: TargetSpec, config: DraftConfig) -> DraftArchitecture:
+        """The target's shape wherever the configuration does not say otherwise."""
+        layers = config.feature_layers or default_feature_layers(spec.num_hidden_layers)
+        if layers[-1] >= spec.num_hidden_layers:
+            raise ConfigError(
+                f"draft.feature_layers={list(layers)} must be below the target's {spec.num_hidden_layers} layers"
+            )
+        return cls(
+            hidden_size=spec.hidden_size,
+            intermediate_size=config.intermediate_size or spec.intermediate_size,
+            num_attention_heads=config.num_attention_heads or spec.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads or spec.num_key_value_heads,
+            head_dim=config.head_dim or spec.head_dim,
+            vocab_size=spec.vocab_size,
+            feature_layers=(layers[0], layers[1], layers[2]),
+            rms_norm_eps=spec.rms_norm_eps,
+            rope_parameters=dict(spec.rope_parameters),
+            max_position_embeddings=config.max_position_embeddings or spec.max_position_embeddings,
+            num_unroll_steps=config.num_unroll_steps,
+        )
+
+    def llama_config(self) -> LlamaConfig:
+        """The same architecture as transformers writes it down; also what builds RoPE, norms and MLP."""
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=1,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            rms_norm_eps=self.rms_norm_eps,
+            rope_parameters=dict(self.rope_parameters),
+            max_position_embeddings=self.max_position_embeddings,
+            tie_word_embeddings=False,
+            attention_bias=False,
+            mlp_bias=False,
+        )
+
+
+class Memory(Protocol):
+    """Where a layer leaves its new keys and values and what its queries are answered from."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention whose projections read the token embedding and the hidden state side by side."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        query_size, key_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(2 * config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(2 * config.hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(2 * config.hidden_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+
+    def forward(self, inputs: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        """``inputs`` [B, T, 2d] -> [B, T, d]; ``rotary`` = cos, sin of the positions, each [B, T, head_dim]."""
+        split = (*inputs.shape[:2], -1, self.head_dim)
+        query, key, value = (
+            project(inputs).view(split).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *(table.to(value.dtype) for table in rotary))
+        return self.o_proj(memory.attend(query, key, value).transpose(1, 2).flatten(2))
+
+
+class DraftLayer(nn.Module):
+    """EAGLE-3's decoder layer: the residual stream is the hidden state, the embedding enters through attention."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = DraftAttention(config)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, hidden: Tensor, token_embeds: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        """``hidden`` and ``token_embeds`` [B, T, d] -> pre-norm output [B, T, d]."""
+        inputs = torch.cat([self.input_layernorm(token_embeds), self.hidden_norm(hidden)], dim=-1)
+        hidden = hidden + self.self_attn(inputs, rotary, memory)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Draft(nn.Module):
+    """``fc``, one decoder layer, final norm."""
+
+    def __init__(self, architecture: DraftArchitecture):
+        super().__init__()
+        config = architecture.llama_config()
+        self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = DraftLayer(config)
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary = LlamaRotaryEmbedding(config)  # holds no parameter and no persistent buffer
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features [B, T, 3d] -> step-0 hidden state [B, T, d]."""
+        return self.fc(features)
+
+    def step(self, hidden: Tensor, token_embeds: Tensor, position_ids: Tensor, memory: Memory) -> Tensor:
+        """One pass of the layer.
+
+        Args:
+            hidden: [B, T, d], ``fuse(features)`` at step 0, this function's own output afterwards.
+            token_embeds: [B, T, d], the target's embedding of the token after each position.
+            position_ids: [B, T] int, rotary positions.
+            memory: receives the new keys and values and answers the queries.
+
+        Returns:
+            [B, T, d], before the final norm.
+        """
+        return self.midlayer(hidden, token_embeds, self.rotary(hidden, position_ids), memory)
+
+    def forward_cached(self, hidden: Tensor, token_embeds: Tensor, position_ids: Tensor, cache: DraftCache) -> Tensor:
+        """``step`` for decoding: causal over everything in ``cache`` and the new positions, which it appends."""
+        return self.step(hidden, token_embeds, position_ids, cache)
+
+    def unroll(
+        self, features: Tensor, token_embeds: Tensor, position_ids: Tensor, document_ids: Tensor, num_steps: int
+    ) -> Tensor:
+        """All steps of EAGLE-3's training-time test over packed rows.
+
+        Step ``i`` at position ``t`` reads the token ``x[t+1+i]`` and its own output of step ``i-1`` at the same
+        ``t``, at rotary position ``t+i``. Tokens past the end of a row are zero vectors: nothing valid reads them.
+
+        Args:
+            features: [B, T, 3d]; ``token_embeds``: [B, T, d] of the row's own tokens, unshifted.
+            position_ids: [B, T], starting again at 0 in every document; ``document_ids``: [B, T].
+
+        Returns:
+            [S, B, T, d], after the final norm: what the output embedding is applied to.
+        """
+        memory = UnrollMemory(document_ids)
+        hidden = self.fuse(features)
+        outputs = []
+        for i in range(num_steps):
+            following = nn.functional.pad(token_embeds, (0, 0, 0, 1 + i))[:, 1 + i :]
+            hidden = self.step(hidden, following, position_ids + i, memory)
+            outputs.append(self.norm(hidden))
+        return torch.stack(outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOutput:
+    """What one micro-batch contributes."""
+
+    loss: Tensor  # scalar; a sum over positions that already carries the weights of ``step_weights``
+    sums: AcceptanceSums | None
+
+
+class SpecVocabDraft(nn.Module):
+    """Draft and vocabulary speculator: what is trained, exported and loaded. The target is never part of it."""
+
+    def __init__(self, architecture: DraftArchitecture, head_config: HeadConfig):
+        super().__init__()
+        self.architecture = architecture
+        self.head_config = head_config
+        self.draft = Draft(architecture)
+        self.speculator: VocabSpeculator | None = None
+        if head_config.type == "speculative":
+            rank = head_config.rank or max(1, architecture.hidden_size // 8)
+            self.speculator = VocabSpeculator(
+                architecture.hidden_size, architecture.vocab_size, rank, head_config.num_candidates
+            )
+
+    @classmethod
+    def build(cls, spec: TargetSpec, draft_config: DraftConfig, head_config: HeadConfig) -> SpecVocabDraft:
+        """An untrained draft for a target."""
+        return cls(DraftArchitecture.from_target(spec, draft_config), head_config)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, *, target_spec: TargetSpec | None = None) -> SpecVocabDraft:
+        """Load an exported checkpoint; see ``export.load_checkpoint``."""
+        from specvocab_model.export import load_checkpoint  # export builds this class
+
+        return load_checkpoint(folder, target_spec=target_spec)
+
+    def forward(
+        self,
+        *,
+        features: Tensor,
+        final_hidden: Tensor,
+        token_embeds: Tensor,
+        lm_head_weight: Tensor,
+        position_ids: Tensor,
+        document_ids: Tensor,
+        loss_mask: Tensor,
+        step_weights: Tensor,
+        objective: Objective,
+        collect: bool = False,
+    ) -> TrainOutput:
+        """Unroll the draft over packed rows and distil the target's full distribution into it.
+
+        Args:
+            features: [B, T, 3d], ``final_hidden`` [B, T, d]: the target's, without gradient.
+            token_embeds: [B, T, d], ``lm_head_weight`` [V, d]: the target's frozen embeddings.
+            position_ids, document_ids, loss_mask: [B, T], see ``unroll`` and ``losses.judged_rows``.
+            step_weights: [S] fp32, weight of one valid position of each step (``losses.step_weights``).
+            collect: also measure what ``acceptance.AcceptanceSums`` holds.
+        """
+        hidden = self.draft.unroll(features, token_embeds, position_ids, document_ids, len(step_weights))
+        distilled = distillation_loss(
+            hidden,
+            final_hidden,
+            lm_head_weight,
+            self.speculator,
+            loss_mask=loss_mask,
+            document_ids=document_ids,
+            step_weights=step_weights,
+            objective=objective,
+            collect=collect,
+        )
+        return TrainOutput(*distilled)

@@ -1,0 +1,173 @@
+"""The chunked distillation against the plain definition in fp64, at shapes and values that break things."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specvocab_kernels.distill import LOSSES, distill
+from specvocab_kernels.distill.reference import distill_reference
+
+
+def problem(steps, rows, vocab_size, hidden_size, rank, *, seed=0, scale=1.0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    weight = torch.rand(steps, rows, generator=generator)
+    return {
+        "student_hidden": normal(steps, rows, hidden_size).requires_grad_(),
+        "teacher_hidden": normal(rows, hidden_size),
+        "lm_head": normal(vocab_size, hidden_size) * scale,
+        "down_proj": (normal(rank, hidden_size) * hidden_size**-0.5).requires_grad_(),
+        "vocab_proj": normal(vocab_size, rank).requires_grad_(),
+        "weight": weight,
+    }
+
+
+def to_fp64(tensors):
+    return {
+        name: tensor.detach().double().requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()
+    }
+
+
+def losses_and_gradients(function, tensors, **options):
+    total, stats = function(**tensors, **options)
+    total.backward()
+    return total.detach(), stats, {name: tensor.grad for name, tensor in tensors.items() if tensor.requires_grad}
+
+
+def assert_matches_truth(tensors, tolerance, chunk_rows=3, **options):
+    total, stats, gradients = losses_and_gradients(distill, tensors, chunk_rows=chunk_rows, collect=True, **options)
+    expected, expected_stats, truth = losses_and_gradients(distill_reference, to_fp64(tensors), **options)
+    torch.testing.assert_close(total.double(), expected.double(), rtol=tolerance, atol=tolerance)
+    for name, gradient in gradients.items():
+        error = (gradient.double() - truth[name]).norm() / truth[name].norm().clamp_min(1e-3)
+        assert error < tolerance, f"{name}: relative error {error:.2e}"
+    for name in ("loss", "aux_loss", "acceptance", "entropy"):
+        actual, wanted = getattr(stats, name).double(), getattr(expected_stats, name).double()
+        torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+    for name in ("correct", "target_rank", "draft_rank"):
+        assert torch.equal(getattr(stats, name), getattr(expected_stats, name)), name
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("softcap, scale", [(None, 1.0), (5.0, 1.0), (30.0, 0.0625)])
+def test_every_loss_and_its_gradients_match_fp64_autograd(loss, softcap, scale):
+    tensors = problem(steps=3, rows=7, vocab_size=211, hidden_size=24, rank=5)
+    assert_matches_truth(tensors, 2e-5, loss=loss, logit_softcap=softcap, logit_scale=scale, aux_weight=0.3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    steps=st.integers(1, 4),
+    rows=st.integers(1, 20),
+    vocab_size=st.integers(1, 300),
+    hidden_size=st.integers(1, 33),
+    chunk_rows=st.integers(1, 25),
+    seed=st.integers(0, 2**16),
+    data=st.data(),
+)
+def test_any_shape_matches(steps, rows, vocab_size, hidden_size, chunk_rows, seed, data):
+    rank = data.draw(st.integers(1, hidden_size))
+    tensors = problem(steps, rows, vocab_size, hidden_size, rank, seed=seed)
+    total, _, gradients = losses_and_gradients(distill, tensors, chunk_rows=chunk_rows)
+    expected, _, truth = losses_and_gradients(distill_reference, to_fp64(tensors))
+    torch.testing.assert_close(total.double(), expected.double(), rtol=1e-4, atol=1e-4)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient.double(), truth[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("teacher_scale, student_scale", [(0.0, 0.0), (1e4, 1.0), (1.0, 1e3), (1e4, 1e3)])
+def test_extreme_logits_never_give_nan(loss, teacher_scale, student_scale):
+    tensors = problem(steps=2, rows=5, vocab_size=97, hidden_size=16, rank=4)
+    tensors["teacher_hidden"] = tensors["teacher_hidden"] * teacher_scale
+    tensors["student_hidden"] = (tensors["student_hidden"].detach() * student_scale).requires_grad_()
+    total, stats, gradients = losses_and_gradients(distill, tensors, loss=loss, collect=True)
+    assert torch.isfinite(total)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
+    assert torch.isfinite(stats.entropy).all() and torch.isfinite(stats.loss).all()
+
+
+def test_a_perfect_student_has_no_loss_and_no_gradient():
+    tensors = problem(steps=1, rows=4, vocab_size=50, hidden_size=8, rank=8)
+    tensors["student_hidden"] = tensors["teacher_hidden"][None].clone().requires_grad_()
+    total, stats, gradients = losses_and_gradients(distill, tensors, aux_weight=0.0, collect=True)
+    assert abs(total) < 1e-5 and gradients["student_hidden"].abs().max() < 1e-5
+    assert stats.correct.all()
+    torch.testing.assert_close(stats.acceptance, torch.ones_like(stats.acceptance))
+
+
+def test_positions_of_weight_zero_are_without_influence_even_when_nan():
+    tensors = problem(steps=2, rows=6, vocab_size=40, hidden_size=8, rank=3)
+    tensors["weight"][:, 2] = 0.0
+    tensors["weight"][1, 4] = 0.0
+    clean, _, expected = losses_and_gradients(distill, tensors)
+    poisoned = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    poisoned["teacher_hidden"][2] = float("nan")
+    poisoned["student_hidden"][:, 2] = float("inf")
+    poisoned["student_hidden"][1, 4] = float("nan")
+    for name in expected:
+        poisoned[name].requires_grad_()
+    total, _, gradients = losses_and_gradients(distill, poisoned)
+    assert torch.equal(total, clean)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_no_row_at_all_gives_zero_loss_and_zero_gradients():
+    tensors = problem(steps=3, rows=0, vocab_size=40, hidden_size=8, rank=3)
+    total, _, gradients = losses_and_gradients(distill, tensors)
+    assert total == 0
+    assert all(gradient is not None and not gradient.any() for gradient in gradients.values())
+
+
+def test_chunk_size_does_not_change_the_result():
+    results = []
+    for chunk_rows in (1, 4, 100):
+        tensors = problem(steps=2, rows=11, vocab_size=60, hidden_size=8, rank=3)
+        results.append(losses_and_gradients(distill, tensors, chunk_rows=chunk_rows))
+    for total, _, gradients in results[1:]:
+        torch.testing.assert_close(total, results[0][0])
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, results[0][2][name], rtol=1e-4, atol=1e-6)
+
+
+def test_bf16_error_is_that_of_plain_bf16_torch():
+    tensors = problem(steps=2, rows=16, vocab_size=500, hidden_size=64, rank=8, scale=0.3, dtype=torch.bfloat16)
+    _, _, truth = losses_and_gradients(distill_reference, to_fp64(tensors))
+    _, _, ours = losses_and_gradients(distill, tensors)
+    plain_tensors = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()}
+    _, _, plain = losses_and_gradients(distill_reference, plain_tensors)
+    for name, wanted in truth.items():
+        error, plain_error = ((grads[name].double() - wanted).norm() / wanted.norm() for grads in (ours, plain))
+        assert error <= 1.1 * plain_error, f"{name}: {error:.2e} against plain torch's {plain_error:.2e}"
+
+
+def test_the_upstream_gradient_scales_everything():
+    tensors = problem(steps=1, rows=3, vocab_size=20, hidden_size=4, rank=2)
+    distill(**tensors)[0].backward()
+    once = {name: tensor.grad.clone() for name, tensor in tensors.items() if tensor.requires_grad}
+    (distill(**tensors)[0] * 2.0).backward()  # accumulates onto the first
+    for name, gradient in once.items():
+        torch.testing.assert_close(tensors[name].grad, 3.0 * gradient)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"loss": "kl"}, "loss='kl' is not known"),
+        ({"weight": torch.ones(1, 2)}, "weight"),
+        ({"teacher_hidden": torch.ones(3, 5)}, "teacher_hidden"),
+        ({"lm_head": torch.ones(20, 5)}, "lm_head"),
+        ({"down_proj": None}, "together"),
+        ({"vocab_proj": torch.ones(19, 2)}, "vocab_proj"),
+        ({"chunk_rows": 0}, "chunk_rows"),
+    ],
+)
+def test_wrong_inputs_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        distill(**{**problem(steps=1, rows=3, vocab_size=20, hidden_size=4, rank=2), **change})

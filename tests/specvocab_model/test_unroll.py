@@ -1,0 +1,206 @@
+"""The unroll's indices: against the cached token-by-token path, on a hand-made example, and under packing and padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.tiny import tiny_target_config, tiny_target_folder
+
+from specvocab_model.attention import DraftCache
+from specvocab_model.config import DraftConfig, HeadConfig
+from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
+from specvocab_model.losses import Objective, judged_rows, step_weights, valid_counts
+from specvocab_model.target import load_spec
+
+HIDDEN, VOCAB, STEPS = 48, 61, 4
+OBJECTIVE = Objective(loss="forward_kl", aux_weight=0.1, step_decay=0.8, normalization="valid", chunk_tokens=5)
+
+
+def architecture(**changes) -> DraftArchitecture:
+    fields = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "vocab_size": VOCAB,
+        "feature_layers": (2, 4, 5),
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "max_position_embeddings": 128,
+        "num_unroll_steps": STEPS,
+    }
+    return DraftArchitecture(**{**fields, **changes})
+
+
+def random_model(seed: int = 0, **changes) -> SpecVocabDraft:
+    torch.manual_seed(seed)
+    model = SpecVocabDraft(architecture(**changes), HeadConfig(rank=6, num_candidates=9))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.15)
+    return model
+
+
+def document(length: int, seed: int) -> dict[str, torch.Tensor]:
+    """One document's tensors [1, length, ...]; the last two thirds are the response."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "features": torch.randn(1, length, 3 * HIDDEN, generator=generator),
+        "final_hidden": torch.randn(1, length, HIDDEN, generator=generator),
+        "token_embeds": torch.randn(1, length, HIDDEN, generator=generator),
+        "position_ids": torch.arange(length)[None],
+        "document_ids": torch.full((1, length), seed),
+        "loss_mask": (torch.arange(length)[None] >= length // 3).long(),
+    }
+
+
+def pack(*documents: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([one[name] for one in documents], dim=1) for name in documents[0]}
+
+
+def train(model: SpecVocabDraft, batch: dict[str, torch.Tensor], counts: torch.Tensor | None = None, **options):
+    """Loss and gradients of one batch."""
+    model.zero_grad()
+    if counts is None:
+        counts = valid_counts(batch["loss_mask"], batch["document_ids"], STEPS)
+    lm_head = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(99)) * 0.3
+    output = model(
+        **batch, lm_head_weight=lm_head, step_weights=step_weights(OBJECTIVE, counts), objective=OBJECTIVE, **options
+    )
+    output.loss.backward()
+    return output, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
+                                     {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
+                                                          "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                                          "original_max_position_embeddings": 64}}])
+def test_every_step_equals_the_cached_decode_path(changes):
+    model, doc, length = random_model(**changes), document(13, seed=1), 13
+    lm_head = torch.randn(VOCAB, HIDDEN)
+    with torch.no_grad():
+        unrolled = model.draft.unroll(
+            doc["features"], doc["token_embeds"], doc["position_ids"], doc["document_ids"], STEPS
+        )
+        for start in range(length - STEPS):
+            # A fresh decode: prefill everything up to `start`, then draft one token after another.
+            cache = DraftCache()
+            hidden = model.draft.fuse(doc["features"][:, : start + 1])
+            hidden = model.draft.forward_cached(
+                hidden, doc["token_embeds"][:, 1 : start + 2], doc["position_ids"][:, : start + 1], cache
+            )[:, -1:]
+            for step in range(STEPS):
+                if step:
+                    hidden = model.draft.forward_cached(
+                        hidden, doc["token_embeds"][:, start + 1 + step, None], torch.tensor([[start + step]]), cache
+                    )
+                decoded = model.draft.norm(hidden)[0, 0] @ lm_head.T
+                torch.testing.assert_close(unrolled[step, 0, start] @ lm_head.T, decoded, rtol=1e-4, atol=1e-4)
+
+
+def test_the_cache_forgets_rejected_tokens():
+    model, doc = random_model(), document(8, seed=2)
+    arguments = (doc["features"], doc["token_embeds"], doc["position_ids"])
+
+    def extend(cache, begin, end):
+        features, embeds, positions = (tensor[:, begin:end] for tensor in arguments)
+        return model.draft.forward_cached(model.draft.fuse(features), embeds, positions, cache)
+
+    with torch.no_grad():
+        straight = extend(DraftCache(), 0, 8)
+        cache = DraftCache()
+        extend(cache, 0, 5)
+        extend(cache, 6, 8)  # drafted, then rejected
+        cache.truncate(5)
+        torch.testing.assert_close(extend(cache, 5, 8), straight[:, 5:])
+    with pytest.raises(ValueError, match="cannot truncate"):
+        cache.truncate(9)
+
+
+def test_alignment_on_a_hand_made_row():
+    # index:                     0  1  2  3  4  5  6  7 |  8  9 10 11 | padding
+    # token:                     p  p  p  A  B  C  .  E |  q  D  F  E |
+    loss_mask = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 1, 0, 1, 1, 1, 0]])
+    document_ids = torch.tensor([[5, 5, 5, 5, 5, 5, 5, 5, 6, 6, 6, 6, -1]])
+    rows = judged_rows(loss_mask, document_ids, 3)
+    pairs = {
+        (step, int(rows.student[step, n]), int(rows.teacher[n]))
+        for step in range(3)
+        for n in range(len(rows.teacher))
+        if rows.valid[step, n]
+    }
+    lines = [f"step {i}: start x[{t}], judged by p[{row}], predicts x[{row + 1}]" for i, t, row in sorted(pairs)]
+    print("\n".join(lines))
+    assert pairs == {
+        (0, 1, 2), (0, 2, 3), (0, 3, 4), (0, 5, 6), (0, 8, 9), (0, 9, 10),
+        (1, 0, 2), (1, 1, 3), (1, 2, 4), (1, 4, 6), (1, 8, 10),
+        (2, 0, 3), (2, 1, 4), (2, 3, 6),
+    }
+    assert valid_counts(loss_mask, document_ids, 3).tolist() == [6, 5, 3]
+
+
+def test_weights_are_decayed_means_over_each_steps_own_positions():
+    weights = step_weights(OBJECTIVE, torch.tensor([10, 5, 0]))
+    torch.testing.assert_close(weights, torch.tensor([1 / 10, 0.8 / 5, 0.64]))
+
+
+def test_packing_and_padding_change_neither_loss_nor_gradient():
+    model = random_model()
+    docs = [document(length, seed) for seed, length in enumerate((9, 14, 4))]
+    counts = sum(valid_counts(doc["loss_mask"], doc["document_ids"], STEPS) for doc in docs)
+    losses, gradients, sums = [], [], []
+    for doc in docs:
+        output, gradient = train(model, doc, counts, collect=True)
+        losses.append(output.loss)
+        sums.append(output.sums)
+        gradients.append(gradient)
+    padding = {name: tensor * 0 + 7 for name, tensor in document(6, seed=9).items()}
+    padding["loss_mask"] *= 0
+    padding["document_ids"] = torch.full((1, 6), -1)
+    packed, together = train(model, pack(docs[2], docs[0], docs[1], padding), counts, collect=True)
+    torch.testing.assert_close(packed.loss, sum(losses))
+    torch.testing.assert_close(packed.sums.stack(), (sums[0] + sums[1] + sums[2]).stack(), rtol=1e-5, atol=1e-5)
+    for name, gradient in together.items():
+        torch.testing.assert_close(gradient, sum(one[name] for one in gradients), rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_invalid_positions_have_no_influence():
+    model, doc = random_model(), document(12, seed=3)
+    output, gradient = train(model, doc)
+    valid_rows = judged_rows(doc["loss_mask"], doc["document_ids"], STEPS).teacher
+    others = torch.ones(12, dtype=torch.bool).index_fill(0, valid_rows, False)
+    assert others.any()
+    doc["final_hidden"] = torch.where(others[None, :, None], torch.tensor(float("nan")), doc["final_hidden"])
+    perturbed, perturbed_gradient = train(model, doc)
+    assert torch.equal(output.loss, perturbed.loss)
+    assert all(torch.equal(gradient[name], perturbed_gradient[name]) for name in gradient)
+
+
+def test_a_batch_without_a_valid_position_gives_exact_zeros():
+    model, doc = random_model(), document(10, seed=4)
+    doc["loss_mask"] = torch.zeros_like(doc["loss_mask"])
+    output, gradient = train(model, doc, collect=True)
+    assert output.loss == 0
+    assert all(not grad.any() for grad in gradient.values())
+    assert not output.sums.stack().any()
+
+
+def test_bf16_autocast_trains_fp32_parameters():
+    model, doc = random_model(), document(20, seed=5)
+    full, _ = train(model, doc)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half, gradient = train(model, doc)
+    torch.testing.assert_close(half.loss, full.loss, rtol=0.03, atol=0.03)
+    assert all(grad.dtype == torch.float32 for grad in gradient.values())
+
+
+def test_the_architecture_follows_the_target(tmp_path):
+    folder = tiny_target_folder(tmp_path / "target", "qwen3")
+    spec = load_spec(tiny_target_config(folder, "qwen3"))
+    built = SpecVocabDraft.build(spec, DraftConfig(intermediate_size=32), HeadConfig(type="full"))
+    assert built.speculator is None
+    assert built.draft.midlayer.self_attn.q_proj.weight.shape == (4 * 20, 2 * 48)
+    assert built.draft.midlayer.mlp.up_proj.weight.shape == (32, 48)
+    assert built.architecture.feature_layers == (2, 4, 5)
+    with pytest.raises(ValueError, match="below the target's 8 layers"):
+        SpecVocabDraft.build(spec, DraftConfig(feature_layers=[1, 2, 8]), HeadConfig())
