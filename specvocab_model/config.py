@@ -25,6 +25,8 @@ HEADS = ("full", "speculative")
 LOSSES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid")
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3")
 
+_SET_IT = "choose an experiment (+experiment=NAME) or set it (key=value)"
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the message names the value, the rule and the fix."""
@@ -75,7 +77,7 @@ class DraftConfig:
         _at_least("draft.num_unroll_steps", self.num_unroll_steps, 1)
         if self.feature_layers is not None:
             if len(self.feature_layers) != 3 or sorted(set(self.feature_layers)) != self.feature_layers:
-                raise ConfigError(f"draft.feature_layers={self.feature_layers} must be three ascending, distinct indices")
+                raise ConfigError(f"draft.feature_layers={self.feature_layers} must be three ascending, distinct ones")
             _at_least("draft.feature_layers[0]", self.feature_layers[0], 1)
 
 
@@ -111,6 +113,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         _at_least("data.seq_len", self.seq_len, 2)
         _at_least("data.num_workers", self.num_workers, 0)
+        if self.validation_path == self.train_path != MISSING:
+            raise ConfigError(f"data.validation_path={self.validation_path!r} is also data.train_path; set another one")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -141,6 +145,9 @@ class GenerationConfig:
         for name in ("magpie_max_new_tokens", "max_prompt_tokens", "max_new_tokens", "batch_tokens", "rows_per_shard"):
             _at_least(f"generation.{name}", getattr(self, name), 1)
         _at_least("generation.num_prompts", self.num_prompts, 1)
+        if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
+            raise ConfigError(f"generation.temperature=0 is greedy and cannot be combined with "
+                              f"top_p={self.top_p}, top_k={self.top_k}; set a temperature or drop them")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -287,7 +294,7 @@ def parse_config(composed: DictConfig) -> Config:
         checked = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(composed, resolve=True))
         missing = OmegaConf.missing_keys(checked)
         if missing:
-            raise ConfigError(f"no value for {', '.join(sorted(missing))}: choose an experiment (+experiment=NAME) or set it")
+            raise ConfigError(f"no value for {', '.join(sorted(missing))}: {_SET_IT}")
         config = OmegaConf.to_object(checked)
     except OmegaConfBaseException as error:
         raise ConfigError(describe(error)) from error
@@ -299,7 +306,7 @@ def describe(error: OmegaConfBaseException) -> str:
     """One line for an OmegaConf error: what is wrong, where, and the key that was probably meant."""
     first = str(error).splitlines()[0]
     if isinstance(error, InterpolationToMissingValueError):
-        return f"no value for {first.rpartition(': ')[2]}: choose an experiment (+experiment=NAME) or set it"
+        return f"no value for {first.rpartition(': ')[2]}: {_SET_IT}"
     where = f" (at {error.full_key})" if error.full_key else ""
     known = [f.name for f in fields(error.object_type)] if is_dataclass(error.object_type) else []
     close = [name for name in get_close_matches(str(error.key), known) if name != error.key]

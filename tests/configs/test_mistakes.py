@@ -1,0 +1,115 @@
+"""Every kind of mistake in a configuration stops the command with one line on stderr and exit code 2."""
+
+import subprocess
+import sys
+
+import pytest
+
+from specvocab_model.cli import hydra_main
+
+HERE = "+experiment=quickstart"
+MISTAKES = {
+    "no experiment": ([], "no value for run_name: choose an experiment"),
+    "unknown experiment": (["+experiment=quikstart"], "Could not find 'experiment/quikstart' (there are: "),
+    "experiment without plus": (["experiment=quickstart"], "use +experiment=quickstart"),
+    "added root key": ([HERE, "+typo=1"], "Key 'typo' not in 'Config'"),
+    "added key": ([HERE, "+optim.lrr=1"], "Key 'lrr' not in 'OptimConfig' (at optim.lrr); did you mean lr?"),
+    "misspelt key": ([HERE, "trainer.max_step=1"], "did you mean max_steps?"),
+    "misspelt node": ([HERE, "optm.lr=1"], "did you mean optim?"),
+    "unknown choice of a group": ([HERE, "distributed=zero4"], "Could not find 'distributed/zero4' (there are: ddp, "),
+    "number where a group goes": ([HERE, "optim=3"], "Config group override must be a string"),
+    "text for a number": ([HERE, "optim.lr=fast"], "Value 'fast' of type 'str' could not be converted to Float"),
+    "fraction for an integer": ([HERE, "trainer.num_epochs=1.5"], "(at trainer.num_epochs)"),
+    "text in a list of numbers": ([HERE, "optim.betas=[0.9,x]"], "(at optim.betas[1])"),
+    "no boolean": ([HERE, "trainer.resume=maybe"], "not a valid bool"),
+    "null where a value is needed": ([HERE, "trainer.num_epochs=null"], "trainer.num_epochs"),
+    "missing value": ([HERE, "data.train_path=???"], "no value for data.train_path"),
+    "removed target": ([HERE, "~target"], "no value for target.model"),
+    "removed key": ([HERE, "~optim.lr"], "optim.lr"),
+    "unknown name": ([HERE, "trainer.loss=kl"], "trainer.loss='kl' is not known; choose one of forward_kl, "),
+    "out of range": ([HERE, "optim.warmup_ratio=2"], "optim.warmup_ratio=2.0 must lie between 0 and 1"),
+    "negative": ([HERE, "optim.lr=-1"], "optim.lr=-1.0 must be positive"),
+    "greedy with top-p": ([HERE, "generation.top_p=0.9"], "generation.temperature=0 is greedy"),
+    "validation is training": ([HERE, "data.validation_path=${data.train_path}"], "is also data.train_path"),
+    "broken interpolation": ([HERE, "optim.lr=${sed}"], "Interpolation key 'sed' not found (at optim.lr)"),
+    "interpolation of the wrong type": ([HERE, "optim.lr=${run_name}"], "(at optim.lr)"),
+    "no equals sign": ([HERE, "trainer.max_steps"], "cannot read the override 'trainer.max_steps'"),
+    "open bracket": ([HERE, "optim.betas=["], "cannot read the override 'optim.betas=['"),
+}
+
+
+def run(command, arguments: list[str], monkeypatch, tmp_path) -> int:
+    monkeypatch.setattr(sys, "argv", ["command", *arguments])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        command()
+    return stop.value.code
+
+
+@pytest.mark.parametrize(("arguments", "expected"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistake_stops_with_one_line(arguments, expected, monkeypatch, tmp_path, capsys):
+    @hydra_main
+    def command(config):
+        pytest.fail("the command started")
+
+    assert run(command, arguments, monkeypatch, tmp_path) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("error: ")
+    assert expected in err
+
+
+@pytest.mark.parametrize(("body", "expected"), [
+    ("optim: {lrr: 1}", "did you mean lr?"),
+    ("optim: {lr: fast}", "(at optim.lr)"),
+    ("defaults: [override /traget: qwen3_8b]", "traget"),
+    ("optim: {lr: 1", "expected ',' or '}'"),
+], ids=["misspelt key", "wrong type", "misspelt group", "broken YAML"])
+def test_mistake_in_an_experiment_file(body, expected, monkeypatch, tmp_path, capsys):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{body}\n")
+
+    @hydra_main
+    def command(config):
+        pytest.fail("the command started")
+
+    arguments = ["--config-dir", str(tmp_path), "+experiment=mine", "run_name=mine"]
+    assert run(command, arguments, monkeypatch, tmp_path) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and expected in err
+
+
+def test_only_the_first_rank_of_a_machine_speaks(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert run(hydra_main(lambda config: None), ["+experiment=nope"], monkeypatch, tmp_path) == 2
+    assert capsys.readouterr().err == ""
+
+
+PROGRAM = """
+from specvocab_model.cli import hydra_main
+from specvocab_model.config import ConfigError
+
+@hydra_main
+def main(config):
+    {body}
+
+main()
+"""
+
+
+@pytest.mark.parametrize(("body", "code", "first", "last"), [
+    ("raise ConfigError('no data: make it')", 2, "error: no data: make it", "error: no data: make it"),
+    ("raise RuntimeError('a bug')", 1, "Traceback (most recent call last):", "RuntimeError: a bug"),
+    ("raise KeyboardInterrupt", 130, "interrupted", "interrupted"),
+])
+def test_what_the_command_raises(body, code, first, last, tmp_path):
+    """A real process: the command's own ConfigError is one line, a bug keeps its traceback, nothing is left behind."""
+    script = tmp_path / "command.py"
+    script.write_text(PROGRAM.format(body=body))
+    run = subprocess.run([sys.executable, script, HERE], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == code
+    assert run.stdout == ""
+    lines = run.stderr.splitlines()
+    assert (lines[0], lines[-1]) == (first, last)
+    assert "hydra/" not in run.stderr
+    written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert written == ["command.py", "outputs", "outputs/quickstart"]  # no .hydra folder, no log, no clock
