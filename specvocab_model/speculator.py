@@ -55,9 +55,9 @@ class VocabSpeculator(nn.Module):
         """Approximate logits ``[..., V]`` of the normalised hidden states ``[..., d]``."""
         return self.vocab_proj(self.down_proj(hidden))
 
-    def candidates(self, hidden: Tensor, impl: str = "auto") -> Tensor:
-        """Ids of the ``min(num_candidates, V)`` largest approximate logits: ``[N, d]`` to int64 ``[N, k]``, distinct."""
-        return select_candidates(self(hidden), min(self.num_candidates, self.vocab_size), impl=impl)
+    def candidates(self, hidden: Tensor) -> Tensor:
+        """Distinct ids ``[N, k]``, int64, of the ``k = min(num_candidates, V)`` largest approximate logits."""
+        return select_candidates(self(hidden), self.num_candidates)
 
     @torch.no_grad()
     def initialise(
@@ -69,10 +69,10 @@ class VocabSpeculator(nn.Module):
     ) -> None:
         """Set both projections; the speculator may then be used with or without training.
 
-        ``calibration``: rows of ``down_proj`` are the leading ``r`` eigenvectors of ``E[h hᵀ]`` over ``final_hidden``, and
-        ``vocab_proj = U · down_projᵀ``: the logits of ``h`` projected onto the subspace that loses the least of it.
-        ``svd``: the best rank-``r`` approximation of ``U`` itself, ``U ≈ (U_r S_r) V_rᵀ``, which is the same formula with
-        the rows of ``U`` in the place of the hidden states. ``random``: normal, variance 1/fan-in.
+        ``calibration``: rows of ``down_proj`` are the leading ``r`` eigenvectors of ``E[h hᵀ]`` over ``final_hidden``,
+        and ``vocab_proj = U · down_projᵀ``: the logits of ``h`` projected onto the subspace that loses the least of it.
+        ``svd``: the best rank-``r`` approximation of ``U`` itself, ``U ≈ (U_r S_r) V_rᵀ``, which is the same formula
+        with the rows of ``U`` in the place of the hidden states. ``random``: normal, variance 1/fan-in.
 
         Args:
             method: one of the three above.
@@ -84,9 +84,9 @@ class VocabSpeculator(nn.Module):
         Raises:
             ValueError: unknown method, wrong shapes, or hidden states that are missing, too few or not finite.
         """
-        expected = (self.vocab_size, self.down_proj.in_features)
-        if tuple(lm_head_weight.shape) != expected:
-            raise ValueError(f"lm_head has shape {tuple(lm_head_weight.shape)}, but the speculator was built for {expected}")
+        shape, expected = tuple(lm_head_weight.shape), (self.vocab_size, self.down_proj.in_features)
+        if shape != expected:
+            raise ValueError(f"lm_head has shape {shape}, but the speculator was built for {expected}")
         if method == "random":
             for layer in (self.down_proj, self.vocab_proj):
                 layer.weight.normal_(std=layer.in_features**-0.5, generator=generator)
@@ -134,7 +134,7 @@ def principal_directions(chunks: Iterable[Tensor], rank: int) -> Tensor:
     if moment is None or count < rank:
         raise ValueError(f"{count} states cannot determine {rank} directions; give more text or lower head.rank")
     if not torch.isfinite(moment).all():
-        raise ValueError("the states for the speculator's initialisation hold NaN or infinite values; check target.dtype")
+        raise ValueError("the states to initialise the speculator from are not all finite; check target.dtype")
     directions = torch.linalg.eigh(moment / count).eigenvectors.flip(-1)[:, :rank].T
     largest = directions.gather(-1, directions.abs().argmax(-1, keepdim=True))
     return directions * largest.sign()

@@ -22,13 +22,8 @@ class HeadOutput:
 
     def greedy_tokens(self) -> Tensor:
         """The most probable token of every position, int64 ``[N]``, as target ids."""
-        return self.tokens(self.logits.argmax(-1))
-
-    def tokens(self, columns: Tensor) -> Tensor:
-        """Target ids ``[N]`` of one column per position, int64 ``[N]``."""
-        if self.ids is None:
-            return columns
-        return self.ids.gather(-1, columns.unsqueeze(-1)).squeeze(-1)
+        columns = self.logits.argmax(-1, keepdim=True)
+        return (columns if self.ids is None else self.ids.gather(-1, columns)).squeeze(-1)
 
     def probabilities(self, temperature: float = 1.0) -> Tensor:
         """``softmax(logits / temperature)`` over the support, fp32 ``[N, k]``.

@@ -20,7 +20,7 @@ class SpeculativeHead:
     Args:
         target: owner of ``lm_head``, its scale and its soft-cap.
         speculator: on the device and of the type of the hidden states it will see.
-        impl: ``auto``, ``triton`` or ``torch``, handed to both kernels.
+        impl: ``auto``, ``triton`` or ``torch``, of the candidates' exact logits (``specvocab_kernels.gather_dot``).
 
     Raises:
         ValueError: the speculator was made for a vocabulary of another size.
@@ -38,7 +38,7 @@ class SpeculativeHead:
 
     def __call__(self, hidden: Tensor) -> HeadOutput:
         """Logits ``[N, k]`` of the candidates of normalised hidden states ``[N, d]``."""
-        ids = self.speculator.candidates(hidden, impl=self.impl)
+        ids = self.speculator.candidates(hidden)
         weight = self.target.lm_head_weight
         logits = gather_dot(hidden.to(weight.dtype), weight, ids, impl=self.impl)
         spec = self.target.spec

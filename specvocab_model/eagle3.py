@@ -1,0 +1,155 @@
+"""The EAGLE-3 draft format that stock vLLM and SGLang load: its ``config.json`` and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from specvocab_model.config import DraftConfig
+from specvocab_model.draft import DraftArchitecture
+from specvocab_model.target import TargetSpec, default_feature_layers
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+
+def engine_config(architecture: DraftArchitecture, target_spec: TargetSpec, dtype: torch.dtype) -> dict[str, Any]:
+    """``config.json`` of a full-vocabulary EAGLE-3 draft that shares the target's head.
+
+    Feature layers appear twice because engines count differently: at the top level as the layer whose *input* is read
+    (HF's ``hidden_states[L]``; vLLM), in ``eagle_config`` as the layer whose *output* is (SGLang). RoPE appears in the
+    spelling of transformers 4 and of 5. ``draft_vocab_size`` must be there and null: absent, SGLang raises.
+    """
+    layers = list(architecture.feature_layers)
+    rope = dict(architecture.rope_parameters)
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "hidden_size": architecture.hidden_size,
+        "intermediate_size": architecture.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_key_value_heads": architecture.num_key_value_heads,
+        "head_dim": architecture.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": architecture.rms_norm_eps,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": architecture.max_position_embeddings,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
+        "rope_parameters": rope,
+        "vocab_size": architecture.vocab_size,
+        "draft_vocab_size": None,
+        "tie_word_embeddings": False,
+        "logit_scale": target_spec.logit_scale,
+        "eos_token_id": list(target_spec.eos_token_ids),
+        "pad_token_id": target_spec.pad_token_id,
+        "num_aux_hidden_states": len(layers),
+        "eagle_aux_hidden_state_layer_ids": layers,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers],
+        },
+    }
+
+
+def tensor_shapes(architecture: DraftArchitecture) -> dict[str, tuple[int, ...]]:
+    """Every tensor of ``model.safetensors`` and its shape, written out: this is the contract with the engines."""
+    d, m = architecture.hidden_size, architecture.intermediate_size
+    query = architecture.num_attention_heads * architecture.head_dim
+    key = architecture.num_key_value_heads * architecture.head_dim
+    return {
+        "fc.weight": (d, 3 * d),
+        "midlayer.input_layernorm.weight": (d,),
+        "midlayer.hidden_norm.weight": (d,),
+        "midlayer.self_attn.q_proj.weight": (query, 2 * d),
+        "midlayer.self_attn.k_proj.weight": (key, 2 * d),
+        "midlayer.self_attn.v_proj.weight": (key, 2 * d),
+        "midlayer.self_attn.o_proj.weight": (d, query),
+        "midlayer.post_attention_layernorm.weight": (d,),
+        "midlayer.mlp.gate_proj.weight": (m, d),
+        "midlayer.mlp.up_proj.weight": (m, d),
+        "midlayer.mlp.down_proj.weight": (d, m),
+        "norm.weight": (d,),
+    }
+
+
+def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Compare a set of tensors with what the format wants, because the engines do not.
+
+    Raises:
+        ValueError: one line with every name that is missing, unknown, of another shape or not finite.
+    """
+    problems = [f"{name} is missing" for name in shapes if name not in tensors]
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            problems.append(f"{name} is unknown")
+        elif tuple(tensor.shape) != shapes[name]:
+            problems.append(f"{name} has shape {tuple(tensor.shape)} instead of {shapes[name]}")
+        elif not torch.isfinite(tensor).all():
+            problems.append(f"{name} is not finite")
+    if problems:
+        raise ValueError(f"{where} is not a complete draft: {'; '.join(problems)}")
+
+
+def read_architecture(
+    config: Mapping[str, Any], where: str, num_unroll_steps: int | None, target_spec: TargetSpec | None
+) -> DraftArchitecture:
+    """The draft that a ``config.json`` describes, ours or of any EAGLE-3 draft that shares the target's head.
+
+    Args:
+        config: the parsed file.
+        where: what to call it in an error.
+        num_unroll_steps: null for a foreign draft, which does not say: EAGLE-3's own number is assumed.
+        target_spec: where the file names no feature layers, EAGLE-3's choice for this target is meant.
+
+    Raises:
+        ValueError: one line naming the key that this package cannot serve.
+    """
+    for key, wanted in {"architectures": [ARCHITECTURE], "num_hidden_layers": 1, "attention_bias": False,
+                        "mlp_bias": False, "norm_before_residual": False}.items():
+        if config.get(key, wanted) != wanted:
+            raise ValueError(f"{where} has {key}={config[key]!r}; only {wanted!r} can be loaded")
+    llama = LlamaConfig(**config)  # knows both spellings of RoPE and the defaults that older drafts leave out
+    assert isinstance(llama.rope_parameters, dict) and llama.num_key_value_heads and llama.head_dim
+    draft_vocab_size = config.get("draft_vocab_size")
+    if draft_vocab_size not in (None, llama.vocab_size):
+        raise ValueError(f"{where} has a reduced head (draft_vocab_size={draft_vocab_size}); only drafts with the full "
+                         f"vocabulary of {llama.vocab_size} tokens can be loaded")
+    return DraftArchitecture(
+        hidden_size=llama.hidden_size,
+        intermediate_size=llama.intermediate_size,
+        num_attention_heads=llama.num_attention_heads,
+        num_key_value_heads=llama.num_key_value_heads,
+        head_dim=llama.head_dim,
+        vocab_size=llama.vocab_size,
+        feature_layers=_feature_layers(config, where, target_spec),
+        rms_norm_eps=llama.rms_norm_eps,
+        rope_parameters=dict(llama.rope_parameters),
+        max_position_embeddings=llama.max_position_embeddings,
+        num_unroll_steps=num_unroll_steps or DraftConfig().num_unroll_steps,
+    )
+
+
+def _feature_layers(config: Mapping[str, Any], where: str, target_spec: TargetSpec | None) -> tuple[int, int, int]:
+    key = "eagle_aux_hidden_state_layer_ids"
+    inputs = config.get(key)
+    outputs = config.get("eagle_config", {}).get(key)
+    if inputs is None and outputs is not None:
+        inputs = [layer + 1 for layer in outputs]
+    if inputs is None:
+        if target_spec is None:
+            raise ValueError(f"{where} names no {key}; say which target it is for")
+        return default_feature_layers(target_spec.num_hidden_layers)
+    if outputs is not None and [layer + 1 for layer in outputs] != inputs:
+        raise ValueError(f"{where} contradicts itself: {key} is {inputs} (layers whose input is read), so eagle_config "
+                         f"must have one less each (layers whose output is read), but has {outputs}")
+    if len(inputs) != 3:
+        raise ValueError(f"{where} has {key}={inputs}; a draft reads exactly three layers")
+    return inputs[0], inputs[1], inputs[2]

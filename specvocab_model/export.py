@@ -1,0 +1,259 @@
+"""The checkpoint that users get: a stock EAGLE-3 draft with the vocabulary speculator in a folder beside it.
+
+    config.json, model.safetensors     what vLLM and SGLang read; no embedding and no lm_head, both are the target's
+    vocabulary_speculator/             config.json and model.safetensors of the speculator
+    specvocab.json                     provenance: target, data, configuration, commit, metrics
+    README.md                          model card
+
+Engines are silent about missing tensors and wrong targets, so both are checked here, when writing and when reading.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specvocab_model.config import HeadConfig
+from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
+from specvocab_model.eagle3 import check_tensors, engine_config, read_architecture, tensor_shapes
+from specvocab_model.model_card import model_card
+from specvocab_model.speculator import VocabSpeculator
+from specvocab_model.target import TargetSpec
+
+SCHEMA_VERSION = 1
+SPECULATOR_FOLDER = "vocabulary_speculator"
+PROVENANCE_FILE = "specvocab.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where the weights come from. What is not known stays null."""
+
+    step: int | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    data_manifest_sha256: str | None = None
+    git_commit: str | None = None
+    config: dict[str, Any] | None = None
+
+
+def save_checkpoint(
+    folder: str | Path,
+    model: SpecVocabDraft,
+    target_spec: TargetSpec,
+    provenance: Provenance,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Path:
+    """Write ``model`` as a checkpoint that engines and ``load_checkpoint`` read.
+
+    Everything is written beside ``folder`` and renamed at the end, so ``folder`` is never half a checkpoint.
+
+    Args:
+        folder: destination; an earlier checkpoint there is replaced.
+        model: draft and speculator, in any floating type.
+        target_spec: the target they were trained for.
+        provenance: what to record about the training.
+        dtype: type of the stored weights; an engine runs the draft in the target's type, so give that one.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, misshapen or not finite, the target is another one, or ``folder``
+            holds something that is not a checkpoint.
+    """
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / PROVENANCE_FILE).exists():
+        raise ValueError(f"{folder} is not empty and not a SpecVocab checkpoint; give another folder")
+    architecture = model.architecture
+    _check_sizes(architecture, target_spec, "the draft")
+    draft = _stored(model.draft.state_dict(), dtype)
+    check_tensors(draft, tensor_shapes(architecture), "the draft")
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _write_json(partial / "config.json", engine_config(architecture, target_spec, dtype))
+    save_file(draft, partial / "model.safetensors", metadata={"format": "pt"})
+    speculator_config = None
+    if model.speculator is not None:
+        speculator_config = _write_speculator(partial / SPECULATOR_FOLDER, model.speculator, model.head_config, dtype)
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "target": {
+            "name": target_spec.name,
+            "model_type": target_spec.model_type,
+            "fingerprint": target_spec.fingerprint,
+            "vocab_size": target_spec.vocab_size,
+            "hidden_size": target_spec.hidden_size,
+        },
+        "num_unroll_steps": architecture.num_unroll_steps,
+        "speculator": speculator_config,
+        **asdict(provenance),
+        "evaluation": None,
+    }
+    _write_json(partial / PROVENANCE_FILE, record)
+    (partial / "README.md").write_text(model_card(record), encoding="utf-8")
+    _replace_folder(partial, folder)
+    return folder
+
+
+def add_evaluation(folder: str | Path, evaluation: dict[str, Any]) -> None:
+    """Record what ``scripts/evaluate.py`` measured in the checkpoint's provenance and model card.
+
+    Args:
+        folder: a checkpoint written by ``save_checkpoint``.
+        evaluation: ``Evaluation.to_dict()``.
+    """
+    folder = Path(folder)
+    record = _read_json(folder / PROVENANCE_FILE) | {"evaluation": evaluation}
+    card = folder / ".README.md.partial"
+    card.write_text(model_card(record), encoding="utf-8")
+    _write_json(folder / f".{PROVENANCE_FILE}.partial", record)
+    os.replace(folder / f".{PROVENANCE_FILE}.partial", folder / PROVENANCE_FILE)
+    os.replace(card, folder / "README.md")
+
+
+def load_checkpoint(folder: str | Path, target_spec: TargetSpec | None = None) -> SpecVocabDraft:
+    """Read a checkpoint, in the type it was stored in, on the CPU.
+
+    A stock EAGLE-3 folder without ``vocabulary_speculator/`` gives a draft whose only head is the full one.
+
+    Args:
+        folder: written by ``save_checkpoint``, or a stock EAGLE-3 draft that shares the target's ``lm_head``.
+        target_spec: the target it will be used with; checked when given.
+
+    Raises:
+        ValueError: one line naming what does not match: schema version, target, architecture or tensors.
+    """
+    folder = Path(folder)
+    record = _read_provenance(folder)
+    config_path = folder / "config.json"
+    num_unroll_steps = None if record is None else record["num_unroll_steps"]
+    architecture = read_architecture(_read_json(config_path), str(config_path), num_unroll_steps, target_spec)
+    if target_spec is not None:
+        _check_sizes(architecture, target_spec, str(folder))
+        if record is not None:
+            _check_fingerprint(record["target"], target_spec, folder)
+    model = SpecVocabDraft(architecture, _read_head_config(folder, record))
+    # assign=True keeps the stored type without casting the module, which would round its fp32 RoPE frequencies too.
+    path = folder / "model.safetensors"
+    model.draft.load_state_dict(_read_tensors(path, tensor_shapes(architecture)), assign=True)
+    if model.speculator is not None:
+        path = folder / SPECULATOR_FOLDER / "model.safetensors"
+        shapes = speculator_tensor_shapes(model.speculator)
+        model.speculator.load_state_dict(_read_tensors(path, shapes), assign=True)
+    return model
+
+
+def speculator_tensor_shapes(speculator: VocabSpeculator) -> dict[str, tuple[int, ...]]:
+    """Every tensor of ``vocabulary_speculator/model.safetensors`` and its shape."""
+    return {
+        "down_proj.weight": (speculator.rank, speculator.down_proj.in_features),
+        "vocab_proj.weight": (speculator.vocab_size, speculator.rank),
+    }
+
+
+def _write_speculator(
+    folder: Path, speculator: VocabSpeculator, head_config: HeadConfig, dtype: torch.dtype
+) -> dict[str, Any]:
+    tensors = _stored(speculator.state_dict(), dtype)
+    check_tensors(tensors, speculator_tensor_shapes(speculator), "the speculator")
+    config = {
+        "schema_version": SCHEMA_VERSION,
+        "rank": speculator.rank,
+        "num_candidates": speculator.num_candidates,
+        "selection": head_config.selection,
+        "hidden_size": speculator.down_proj.in_features,
+        "vocab_size": speculator.vocab_size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantization": None,
+    }
+    folder.mkdir()
+    _write_json(folder / "config.json", config)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return config
+
+
+def _read_provenance(folder: Path) -> dict[str, Any] | None:
+    """``specvocab.json``, or ``None`` for a stock EAGLE-3 draft."""
+    path = folder / PROVENANCE_FILE
+    if not path.is_file():
+        if (folder / SPECULATOR_FOLDER).exists():
+            raise ValueError(f"{folder} has a speculator but no {PROVENANCE_FILE}; copy the whole exported folder")
+        return None
+    record = _read_json(path)
+    _check_schema_version(record, path)
+    return record
+
+
+def _read_head_config(folder: Path, record: dict[str, Any] | None) -> HeadConfig:
+    if record is None or record["speculator"] is None:
+        return HeadConfig(type="full")
+    path = folder / SPECULATOR_FOLDER / "config.json"
+    config = _read_json(path)
+    _check_schema_version(config, path)
+    if config["quantization"] is not None:
+        raise ValueError(f"{path} has quantization={config['quantization']!r}; only null can be loaded")
+    return HeadConfig(
+        type="speculative",
+        rank=config["rank"],
+        num_candidates=config["num_candidates"],
+        selection=config["selection"],
+    )
+
+
+def _check_schema_version(record: dict[str, Any], path: Path) -> None:
+    if record.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"{path} has schema_version={record.get('schema_version')!r}, but this release reads "
+                         f"{SCHEMA_VERSION}; install the specvocab release that wrote it, or export again")
+
+
+def _check_sizes(architecture: DraftArchitecture, target_spec: TargetSpec, where: str) -> None:
+    for name in ("hidden_size", "vocab_size"):
+        ours, theirs = getattr(architecture, name), getattr(target_spec, name)
+        if ours != theirs:
+            raise ValueError(f"{where} has {name}={ours}, but {target_spec.name} has {theirs}; use the target that the "
+                             "draft was trained for")
+
+
+def _check_fingerprint(recorded: dict[str, Any], target_spec: TargetSpec, folder: Path) -> None:
+    if recorded["fingerprint"] != target_spec.fingerprint:
+        raise ValueError(f"{folder} was made for {recorded['name']} (fingerprint {recorded['fingerprint'][:12]}), not "
+                         f"for {target_spec.name} ({target_spec.fingerprint[:12]}); use that target, or train for this")
+
+
+def _stored(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state.items()}
+
+
+def _read_tensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; copy the whole exported folder")
+    tensors = load_file(path)
+    check_tensors(tensors, shapes, str(path))
+    return tensors
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; give the whole folder of an exported draft")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _replace_folder(new: Path, folder: Path) -> None:
+    """Put ``new`` in the place of ``folder``; a rename cannot replace a folder that is not empty."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,52 @@
+"""``README.md`` of an exported checkpoint, from its ``specvocab.json``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def model_card(record: dict[str, Any]) -> str:
+    """The model card; with a table of measurements once ``record["evaluation"]`` is there."""
+    target, speculator = record["target"], record["speculator"]
+    head = "the target's full vocabulary"
+    if speculator is not None:
+        head = (f"a vocabulary speculator of rank {speculator['rank']} that selects {speculator['num_candidates']} of "
+                f"{target['vocab_size']} tokens at each step")
+    return f"""---
+library_name: specvocab
+tags: [speculative-decoding, eagle3]
+---
+# SpecVocab draft for {target['name']}
+
+A draft model for speculative decoding with `{target['name']}`: one EAGLE-3 decoder layer and {head}.
+The target verifies every token, so its output does not change; it only takes fewer forward passes.
+
+{_measurements(record['evaluation'])}
+## Use
+
+```python
+from specvocab_model.draft import SpecVocabDraft
+
+draft = SpecVocabDraft.from_pretrained("path/to/this/folder")
+```
+
+`config.json` and `model.safetensors` are a stock full-vocabulary EAGLE-3 draft, which engines load as it is. The draft
+fits this target only (fingerprint `{target['fingerprint'][:12]}`). `specvocab.json` says how it was made.
+"""
+
+
+def _measurements(evaluation: dict[str, Any] | None) -> str:
+    """A table of ``Evaluation.to_dict()``: one line for each way to decode, then what holds for all of them."""
+    if evaluation is None:
+        return "Not evaluated yet; `scripts/evaluate.py` adds a table here.\n"
+    tau = {"autoregressive": 1.0} | evaluation["tau"]
+    lines = ["| decoding | acceptance length τ | tokens/s |", "|---|---|---|"]
+    lines += [f"| {name} | {tau[name]:.3f} | {speed:.1f} |" for name, speed in evaluation["tokens_per_second"].items()]
+    recall = evaluation["candidate_recall"]
+    if recall is not None and recall["num_positions"]:
+        lines.append(f"\nCandidate recall over {recall['num_positions']} positions: {recall['target_top1']:.2%} of the "
+                     f"target's and {recall['draft_top1']:.2%} of the full draft's most probable tokens.")
+    if evaluation["lossless"] is not None:
+        same = "the same as" if evaluation["lossless"] else "NOT always the same as"
+        lines.append(f"\nEvery greedy output was {same} the target's own, token for token.")
+    return "\n".join(lines) + "\n"

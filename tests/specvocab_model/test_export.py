@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from specvocab_model import export
+from specvocab_model.attention import DraftCache
+from specvocab_model.config import DraftConfig, HeadConfig
+from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.export import Provenance, add_evaluation, load_checkpoint, save_checkpoint
+from specvocab_model.target import TargetSpec
+
+SPEC = TargetSpec(
+    name="some/target", model_type="qwen3", hidden_size=48, vocab_size=277, num_hidden_layers=12,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=20, intermediate_size=96, rms_norm_eps=1e-5,
+    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, max_position_embeddings=4096,
+    eos_token_ids=(258, 256), pad_token_id=259, logit_softcap=None, logit_scale=0.5, fingerprint="a" * 64,
+)
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}
+PROVENANCE = Provenance(step=12, metrics={"loss": 2.5}, git_commit="c0ffee", config={"seed": 0})
+
+# SERVING.md's list, by hand.
+DRAFT_TENSORS = {
+    "fc.weight", "norm.weight", "midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight",
+    "midlayer.post_attention_layernorm.weight", "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight",
+    "midlayer.self_attn.v_proj.weight", "midlayer.self_attn.o_proj.weight", "midlayer.mlp.gate_proj.weight",
+    "midlayer.mlp.up_proj.weight", "midlayer.mlp.down_proj.weight",
+}
+
+
+def make_model(spec: TargetSpec = SPEC, **head) -> SpecVocabDraft:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = SpecVocabDraft.build(spec, DraftConfig(num_unroll_steps=3), HeadConfig(num_candidates=20, **head))
+        for parameter in model.parameters():
+            parameter.data.normal_(std=0.2)
+    return model
+
+
+@pytest.fixture
+def model() -> SpecVocabDraft:
+    return make_model()
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    return save_checkpoint(tmp_path / "export", model, SPEC, PROVENANCE, dtype=torch.float32)
+
+
+def edit_json(path, **changes):
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not KeyError}))
+
+
+def error_of(call) -> str:
+    with pytest.raises(ValueError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_config_is_what_stock_engines_read(folder):
+    config = json.loads((folder / "config.json").read_text())
+    expected = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1, "vocab_size": 277,
+        "draft_vocab_size": None, "tie_word_embeddings": False, "torch_dtype": "float32", "hidden_size": 48,
+        "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 20,
+        "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "rope_scaling": None, "max_position_embeddings": 4096,
+        "attention_bias": False, "mlp_bias": False, "logit_scale": 0.5, "num_aux_hidden_states": 3,
+        "eagle_aux_hidden_state_layer_ids": [2, 6, 9],
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 5, 8]},
+    }
+    assert {key: config[key] for key in expected} == expected
+    assert "norm_before_residual" not in config
+
+
+@pytest.mark.parametrize("rope", [SPEC.rope_parameters, LLAMA3_ROPE])
+@pytest.mark.parametrize("spelling", ["as written", "transformers 4", "transformers 5"])
+def test_transformers_reads_the_same_architecture(rope, spelling, tmp_path):
+    spec = dataclasses.replace(SPEC, rope_parameters=rope)
+    folder = save_checkpoint(tmp_path / "export", make_model(spec), spec, PROVENANCE)
+    if spelling == "transformers 4":
+        edit_json(folder / "config.json", rope_parameters=KeyError)
+    if spelling == "transformers 5":
+        edit_json(folder / "config.json", rope_theta=KeyError, rope_scaling=KeyError)
+    config = LlamaConfig.from_pretrained(folder)
+    assert config.dtype == torch.bfloat16
+    assert config.rope_parameters == rope
+    assert (config.head_dim, config.num_key_value_heads, config.num_hidden_layers) == (20, 2, 1)
+    assert load_checkpoint(folder).architecture == make_model(spec).architecture
+
+
+def test_tensors_have_the_engines_names_and_nothing_else_is_stored(folder):
+    assert load_file(folder / "model.safetensors").keys() == DRAFT_TENSORS
+    assert load_file(folder / "vocabulary_speculator/model.safetensors").keys() == {
+        "down_proj.weight", "vocab_proj.weight"
+    }
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json", "model.safetensors", "vocabulary_speculator", "specvocab.json", "README.md"
+    }
+    assert [path.name for path in folder.parent.iterdir()] == ["export"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head", [{}, {"rank": 5}, {"type": "full"}])
+def test_what_is_loaded_is_what_was_saved(head, dtype, tmp_path):
+    model = make_model(**head)
+    save_checkpoint(tmp_path / "export", model, SPEC, PROVENANCE, dtype=dtype)
+    loaded = SpecVocabDraft.from_pretrained(tmp_path / "export", target_spec=SPEC)
+    expected = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    assert loaded.state_dict().keys() == expected.keys()
+    for name, tensor in loaded.state_dict().items():
+        assert tensor.dtype == dtype and torch.equal(tensor, expected[name]), name
+    assert loaded.architecture == model.architecture
+    assert loaded.head_config.type == model.head_config.type
+    if model.speculator is not None:
+        assert loaded.speculator.num_candidates == 20
+        assert loaded.speculator.rank == model.speculator.rank
+
+
+def test_a_loaded_draft_computes_the_same(model, folder):
+    hidden, embeds = torch.randn(2, 1, 5, SPEC.hidden_size, generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(5)[None]
+    with torch.no_grad():
+        outputs = [m.draft.forward_cached(hidden, embeds, positions, DraftCache())
+                   for m in (model, load_checkpoint(folder))]
+    assert torch.equal(*outputs)
+
+
+def test_an_incomplete_model_is_not_written(tmp_path, model):
+    def save():
+        save_checkpoint(tmp_path / "export", model, SPEC, PROVENANCE)
+
+    model.draft.extra = torch.nn.Linear(2, 2, bias=False)
+    assert "extra.weight is unknown" in error_of(save)
+    del model.draft.extra
+    norm, model.draft.norm = model.draft.norm, torch.nn.Identity()
+    assert "norm.weight is missing" in error_of(save)
+    model.draft.norm = norm
+    model.draft.fc = torch.nn.Linear(5, 48, bias=False)
+    assert "fc.weight has shape (48, 5) instead of (48, 144)" in error_of(save)
+    model = make_model()
+    model.speculator.down_proj.weight.data[0, 0] = torch.nan
+    assert "down_proj.weight is not finite" in error_of(save)
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.parametrize("part", [".", "vocabulary_speculator"])
+def test_an_incomplete_folder_is_not_loaded(part, folder):
+    path = folder / part / "model.safetensors"
+    tensors = load_file(path)
+    name, tensor = next(iter(tensors.items()))
+    save_file({k: v for k, v in tensors.items() if k != name}, path)
+    assert f"{name} is missing" in error_of(lambda: load_checkpoint(folder))
+    save_file(tensors | {"lm_head.weight": tensor.clone()}, path)
+    assert "lm_head.weight is unknown" in error_of(lambda: load_checkpoint(folder))
+    save_file(tensors | {name: tensor[:-1].clone()}, path)
+    assert f"{name} has shape" in error_of(lambda: load_checkpoint(folder))
+    path.unlink()
+    assert "is missing; copy the whole exported folder" in error_of(lambda: load_checkpoint(folder))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"fingerprint": "b" * 64, "name": "other/target"},
+         "was made for some/target (fingerprint aaaaaaaaaaaa), not for other/target (bbbbbbbbbbbb)"),
+        ({"vocab_size": 278}, "has vocab_size=277, but some/target has 278"),
+        ({"hidden_size": 64}, "has hidden_size=48, but some/target has 64"),
+    ],
+)
+def test_another_target_is_refused(change, message, model, folder, tmp_path):
+    other = dataclasses.replace(SPEC, **change)
+    assert message in error_of(lambda: load_checkpoint(folder, other))
+    if "fingerprint" not in change:
+        assert message in error_of(lambda: save_checkpoint(tmp_path / "new", model, other, PROVENANCE))
+
+
+@pytest.mark.parametrize(
+    "file, change, message",
+    [
+        ("specvocab.json", {"schema_version": 2}, "schema_version=2, but this release reads 1"),
+        ("vocabulary_speculator/config.json", {"schema_version": None}, "schema_version=None"),
+        ("vocabulary_speculator/config.json", {"quantization": "int4"}, "quantization='int4'"),
+        ("config.json", {"architectures": ["LlamaForCausalLM"]}, "architectures=['LlamaForCausalLM']"),
+        ("config.json", {"num_hidden_layers": 2}, "num_hidden_layers=2"),
+        ("config.json", {"norm_before_residual": True}, "norm_before_residual=True"),
+        ("config.json", {"attention_bias": True}, "attention_bias=True"),
+        ("config.json", {"draft_vocab_size": 100}, "reduced head (draft_vocab_size=100)"),
+        ("config.json", {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, "contradicts itself"),
+        ("config.json", {"eagle_aux_hidden_state_layer_ids": [2, 6], "eagle_config": {}}, "exactly three layers"),
+    ],
+)
+def test_what_cannot_be_understood_is_refused(file, change, message, folder):
+    edit_json(folder / file, **change)
+    assert message in error_of(lambda: load_checkpoint(folder))
+
+
+def test_parts_of_a_checkpoint_are_refused(folder):
+    (folder / "specvocab.json").unlink()
+    assert "a speculator but no specvocab.json" in error_of(lambda: load_checkpoint(folder))
+    assert "config.json is missing" in error_of(lambda: load_checkpoint(folder / "nowhere"))
+
+
+@pytest.mark.parametrize("layers", ["both", "vllm", "sglang", "neither"])
+def test_a_stock_eagle3_folder_loads_with_the_full_head(layers, tmp_path):
+    model = make_model(type="full")
+    folder = save_checkpoint(tmp_path / "export", model, SPEC, PROVENANCE, dtype=torch.float32)
+    (folder / "specvocab.json").unlink()
+    keys = {"both": [], "vllm": ["eagle_config"], "sglang": ["eagle_aux_hidden_state_layer_ids"],
+            "neither": ["eagle_config", "eagle_aux_hidden_state_layer_ids"]}[layers]
+    edit_json(folder / "config.json", **dict.fromkeys(keys, KeyError), num_aux_hidden_states=KeyError)
+    loaded = load_checkpoint(folder, SPEC)
+    assert loaded.speculator is None and loaded.head_config.type == "full"
+    assert loaded.architecture.feature_layers == (2, 6, 9)
+    torch.testing.assert_close(loaded.draft.state_dict(), model.draft.state_dict(), rtol=0, atol=0)
+    if layers == "neither":
+        assert "say which target" in error_of(lambda: load_checkpoint(folder))
+
+
+def test_an_earlier_checkpoint_is_replaced_whole_or_not_at_all(model, folder, monkeypatch):
+    before = load_file(folder / "model.safetensors")
+    smaller = make_model(type="full")
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "model_card", lambda record: 1 / 0)  # stands for a kill after the tensors are written
+        with pytest.raises(ZeroDivisionError):
+            save_checkpoint(folder, smaller, SPEC, PROVENANCE)
+    assert (folder / "vocabulary_speculator").exists()
+    torch.testing.assert_close(load_file(folder / "model.safetensors"), before, rtol=0, atol=0)
+    save_checkpoint(folder, smaller, SPEC, PROVENANCE)
+    assert not (folder / "vocabulary_speculator").exists()
+    assert [path.name for path in folder.parent.iterdir()] == ["export"]
+
+
+def test_other_folders_are_not_overwritten(model, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert "not a SpecVocab checkpoint" in error_of(lambda: save_checkpoint(tmp_path, model, SPEC, PROVENANCE))
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_provenance_and_evaluation_are_recorded(folder):
+    record = json.loads((folder / "specvocab.json").read_text())
+    assert record["target"] == {"name": "some/target", "model_type": "qwen3", "fingerprint": "a" * 64,
+                                "vocab_size": 277, "hidden_size": 48}
+    assert (record["step"], record["metrics"], record["git_commit"], record["config"]) == (
+        12, {"loss": 2.5}, "c0ffee", {"seed": 0}
+    )
+    assert "Not evaluated yet" in (folder / "README.md").read_text()
+    evaluation = {
+        "tau": {"speculative": 1.875}, "tokens_per_second": {"autoregressive": 10.0, "speculative": 18.5},
+        "candidate_recall": {"target_top1": 0.995, "draft_top1": 1.0, "num_positions": 200}, "lossless": True,
+    }
+    add_evaluation(folder, evaluation)
+    card = (folder / "README.md").read_text()
+    assert "| autoregressive | 1.000 | 10.0 |\n| speculative | 1.875 | 18.5 |" in card
+    assert "99.50% of the target's and 100.00% of the full draft's" in card
+    assert "Every greedy output was the same as the target's own" in card
+    add_evaluation(folder, evaluation | {"lossless": False, "candidate_recall": None})
+    assert "NOT always the same" in (folder / "README.md").read_text()
+    assert json.loads((folder / "specvocab.json").read_text())["evaluation"]["tau"] == {"speculative": 1.875}
+    load_checkpoint(folder, SPEC)

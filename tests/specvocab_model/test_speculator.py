@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from specvocab_model.speculator import VocabSpeculator, collect_final_hidden, principal_directions
+from tests.tiny import tiny_target
+
+HIDDEN, VOCAB = 24, 97
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def lm_head(generator) -> torch.Tensor:
+    return torch.randn(VOCAB, HIDDEN, generator=generator)
+
+
+@pytest.fixture
+def states(generator) -> torch.Tensor:
+    """Hidden states as real ones are: far from centred, most of their energy in few directions."""
+    spectrum = 2.0 ** -torch.arange(HIDDEN, dtype=torch.float32)
+    rotation = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=generator)).Q
+    return (torch.randn(400, HIDDEN, generator=generator) * spectrum + 0.3) @ rotation
+
+
+def recall(speculator: VocabSpeculator, lm_head: torch.Tensor, states: torch.Tensor) -> float:
+    wanted = (states @ lm_head.T).argmax(-1, keepdim=True)
+    return (speculator.candidates(states) == wanted).any(-1).double().mean().item()
+
+
+def test_principal_directions_are_numpys_right_singular_vectors(states):
+    directions = principal_directions([states], 5)
+    expected = np.linalg.svd(states.double().numpy(), full_matrices=False)[2][:5]
+    signs = np.sign(np.take_along_axis(expected, np.abs(expected).argmax(-1)[:, None], -1))
+    np.testing.assert_allclose(directions.numpy(), expected * signs, atol=1e-10)
+    assert (directions.gather(-1, directions.abs().argmax(-1, keepdim=True)) > 0).all()
+
+
+def test_a_stream_of_states_is_the_same_as_all_at_once(states, lm_head):
+    whole, streamed = (VocabSpeculator(HIDDEN, VOCAB, 6, 10) for _ in range(2))
+    whole.initialise("calibration", lm_head, states)
+    streamed.initialise("calibration", lm_head, (chunk for chunk in states.split(7)))
+    torch.testing.assert_close(streamed.state_dict(), whole.state_dict(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["calibration", "svd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_full_rank_gives_the_exact_logits(method, dtype, states, lm_head):
+    speculator = VocabSpeculator(HIDDEN, VOCAB, HIDDEN, 10)
+    speculator.initialise(method, lm_head.to(dtype), states.to(dtype))
+    expected = states @ lm_head.to(dtype).float().T
+    torch.testing.assert_close(speculator(states), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_svd_is_the_best_approximation_of_its_rank(lm_head):
+    rank = 5
+    speculator = VocabSpeculator(HIDDEN, VOCAB, rank, 10)
+    speculator.initialise("svd", lm_head)
+    product = speculator.vocab_proj.weight @ speculator.down_proj.weight
+    tail = np.linalg.svd(lm_head.double().numpy(), compute_uv=False)[rank:]
+    error = (lm_head - product).double().norm().item()  # Eckart-Young: no rank-r matrix has a smaller one
+    assert error == pytest.approx(np.sqrt((tail**2).sum()), rel=1e-6)
+
+
+def test_calibration_recalls_more_than_svd(states, lm_head):
+    train, held_out = states.split(200)
+    recalls = {}
+    for method in ("calibration", "svd", "random"):
+        speculator = VocabSpeculator(HIDDEN, VOCAB, 4, 10)
+        speculator.initialise(method, lm_head, train)
+        recalls[method] = recall(speculator, lm_head, held_out)
+    assert recalls["calibration"] > 0.95
+    assert recalls["calibration"] > recalls["svd"] + 0.2
+    assert recalls["svd"] > recalls["random"]
+
+
+def test_random_follows_the_generator(lm_head):
+    weights = []
+    for seed in (1, 1, 2):
+        speculator = VocabSpeculator(HIDDEN, VOCAB, 4, 10)
+        speculator.initialise("random", lm_head, generator=torch.Generator().manual_seed(seed))
+        weights.append(speculator.vocab_proj.weight)
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("num_candidates, expected", [(1, 1), (10, 10), (VOCAB, VOCAB), (VOCAB + 50, VOCAB)])
+def test_candidates_are_the_largest_scores(num_candidates, expected, states, lm_head):
+    speculator = VocabSpeculator(HIDDEN, VOCAB, 4, num_candidates)
+    speculator.initialise("svd", lm_head)
+    ids = speculator.candidates(states[:9])
+    assert ids.shape == (9, expected) and ids.dtype == torch.int64
+    order = np.argsort(-speculator(states[:9]).detach().numpy(), axis=-1)
+    for row, wanted in zip(ids.tolist(), order[:, :expected].tolist(), strict=True):
+        assert sorted(row) == sorted(wanted)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda s, u, h: s.initialise("pca", u, h), "'pca' is not known"),
+        (lambda s, u, h: s.initialise("calibration", u), "needs final hidden states"),
+        (lambda s, u, h: s.initialise("calibration", u, h[:3]), "3 states cannot determine 4 directions"),
+        (lambda s, u, h: s.initialise("calibration", u, iter([])), "0 states cannot determine 4 directions"),
+        (lambda s, u, h: s.initialise("calibration", u, h / 0), "not all finite"),
+        (lambda s, u, h: s.initialise("svd", u[:-1]), r"shape \(96, 24\).*built for \(97, 24\)"),
+        (lambda s, u, h: VocabSpeculator(HIDDEN, VOCAB, HIDDEN + 1, 10), "rank=25 must lie between 1 and"),
+        (lambda s, u, h: VocabSpeculator(HIDDEN, VOCAB, 4, 0), "num_candidates=0 must be at least 1"),
+    ],
+)
+def test_what_cannot_work_is_refused(call, message, states, lm_head):
+    with pytest.raises(ValueError, match=message):
+        call(VocabSpeculator(HIDDEN, VOCAB, 4, 10), lm_head, states)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_collected_states_predict_the_supervised_tokens(kind, tmp_path):
+    target = tiny_target(kind, tmp_path)
+    rows = [
+        {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 0, 1, 0, 1]},
+        {"input_ids": [40, 41, 42], "loss_mask": [1, 0, 0]},  # the first token has no position that predicts it
+        {"input_ids": [50, 51, 52, 53], "loss_mask": [0, 1, 1, 1]},
+    ]
+    wanted = [[1, 3], [], [0, 1, 2]]
+    expected = []
+    for row, positions in zip(rows, wanted, strict=True):
+        output = target.model(torch.tensor([row["input_ids"]]), output_hidden_states=True)
+        expected.append(output.hidden_states[-1][0, positions])  # the last of them is after the final norm
+    expected = torch.cat(expected)
+    torch.testing.assert_close(torch.cat(list(collect_final_hidden(target, rows, 100))), expected)
+    torch.testing.assert_close(torch.cat(list(collect_final_hidden(target, rows, 4))), expected[:4])
+
+
+@pytest.mark.gpu
+def test_bf16_lm_head_on_the_gpu(states, lm_head):
+    results = []
+    for device in ("cpu", "cuda"):
+        speculator = VocabSpeculator(HIDDEN, VOCAB, 6, 10).to(device)
+        speculator.initialise("calibration", lm_head.bfloat16().to(device), states.bfloat16().to(device))
+        results.append(speculator.cpu().state_dict())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
