@@ -264,7 +264,10 @@ class Target:
         The product with ``lm_head`` is taken in the target's dtype, as the target itself takes it. Gradients reach
         ``final_hidden``.
         """
-        logits = F.linear(final_hidden.to(self.lm_head_weight.dtype), self.lm_head_weight).float()
+        return self.scale_and_cap(F.linear(final_hidden.to(self.lm_head_weight.dtype), self.lm_head_weight).float())
+
+    def scale_and_cap(self, logits: Tensor) -> Tensor:
+        """What the target does to ``lm_head``'s product, of any shape: its constant factor, then its soft-cap."""
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         if self.spec.logit_softcap is not None:

@@ -41,8 +41,4 @@ class SpeculativeHead:
         ids = self.speculator.candidates(hidden)
         weight = self.target.lm_head_weight
         logits = gather_dot(hidden.to(weight.dtype), weight, ids, impl=self.impl)
-        spec = self.target.spec
-        logits = logits * spec.logit_scale
-        if spec.logit_softcap is not None:
-            logits = (logits / spec.logit_softcap).tanh() * spec.logit_softcap
-        return HeadOutput(ids, logits)
+        return HeadOutput(ids, self.target.scale_and_cap(logits))
