@@ -1,0 +1,244 @@
+"""One experiment from prompts to a measured checkpoint: generate, train, export, evaluate.
+
+    python scripts/pipeline.py +experiment=quickstart [any Hydra overrides]
+
+Each stage is the command that a user would type, started as a process of its own with the same overrides. A stage that
+has finished with the same settings is skipped; one that was stopped anywhere is started again and resumes by itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from specvocab_model.cli import hydra_main
+from specvocab_model.config import Config, ConfigError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+HEARTBEAT_S = 2.0  # how much of a stage's time a kill can lose
+GRACE_S = 30.0  # for a stage to end after it was told to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One command, and what tells whether it has to run."""
+
+    name: str
+    script: str
+    settings: dict[str, Any]  # everything its result depends on beside the stages before it
+    result: Path  # exists once the stage has finished
+
+
+@hydra_main
+def main(config: Config) -> None:
+    signal.signal(signal.SIGTERM, _terminate)
+    output = Path(config.output_dir)
+    stages = plan(config)
+    with exclusive(output / "pipeline.lock") as lock:
+        record = Record(output / "pipeline.json")
+        fingerprint = ""
+        for number, stage in enumerate(stages, start=1):
+            fingerprint = _hash([fingerprint, stage.settings])
+            finished = record.is_finished(stage, fingerprint)
+            print(f"[{number}/{len(stages)}] {stage.name}{': finished before' if finished else ''}", flush=True)
+            if not finished:
+                run(stage, fingerprint, config, record, lock)
+        results = collect(config, record.seconds())
+        write_json(output / "results.json", results)
+    print(table(results, output))
+
+
+def plan(config: Config) -> list[Stage]:
+    """The four stages with their settings.
+
+    Raises:
+        ConfigError: a prompt file does not exist.
+    """
+    nodes = asdict(config)
+    output = Path(config.output_dir)
+    prompts = [_file_hash("generation.prompt_files", name) for name in config.generation.prompt_files]
+    return [
+        Stage(
+            name="generate",
+            script="data_gen/main.py",
+            settings={"prompts": prompts} | {key: nodes[key] for key in ("seed", "target", "generation", "data")},
+            result=Path(config.data.train_path, "manifest.json"),
+        ),
+        Stage(
+            name="train",
+            script="train/main.py",
+            settings={key: nodes[key] for key in ("draft", "head", "trainer", "optim", "distributed")},
+            result=output / "checkpoints",
+        ),
+        Stage(name="export", script="scripts/export.py", settings={}, result=output / "export" / "config.json"),
+        Stage(
+            name="evaluate",
+            script="scripts/evaluate.py",
+            settings={"prompts": _file_hash("eval.prompts", config.eval.prompts), "eval": nodes["eval"]},
+            result=output / "evaluation.json",
+        ),
+    ]
+
+
+class Record:
+    """What has run and for how long, in a JSON file that survives a kill at any moment."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.stages: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+
+    def is_finished(self, stage: Stage, fingerprint: str) -> bool:
+        entry = self.stages.get(stage.name, {})
+        return entry.get("fingerprint") == fingerprint and entry["finished"] and stage.result.exists()
+
+    def seconds(self) -> dict[str, float]:
+        """Wall-clock seconds of each stage, over all its starts with the present settings."""
+        return {name: round(entry["seconds"], 1) for name, entry in self.stages.items()}
+
+    def start(self, stage: Stage, fingerprint: str) -> float:
+        """Note that the stage runs; returns the seconds it has had before."""
+        entry = self.stages.get(stage.name, {})
+        resumed = entry.get("fingerprint") == fingerprint and not entry["finished"]
+        self.stages[stage.name] = {"fingerprint": fingerprint, "finished": False,
+                                   "seconds": entry["seconds"] if resumed else 0.0}
+        self._save()
+        return self.stages[stage.name]["seconds"]
+
+    def update(self, stage: Stage, *, seconds: float, finished: bool) -> None:
+        self.stages[stage.name].update(seconds=seconds, finished=finished)
+        self._save()
+
+    def _save(self) -> None:
+        write_json(self.path, self.stages)
+
+
+def run(stage: Stage, fingerprint: str, config: Config, record: Record, lock: int) -> None:
+    """Run one stage to its end; exits with its exit code if it fails."""
+    before, start = record.start(stage, fingerprint), time.monotonic()
+    launcher = [] if config.distributed.strategy == "single" or stage.name != "train" else [
+        "-m", "accelerate.commands.launch"]
+    command = [sys.executable, *launcher, str(REPOSITORY / stage.script), *sys.argv[1:]]
+    # The stage inherits the lock: should this process be killed alone, no second run starts while the stage lives on.
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(lock,)) as process:
+        try:
+            code = None
+            while code is None:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(timeout=HEARTBEAT_S)
+                record.update(stage, seconds=before + time.monotonic() - start, finished=code == 0)
+        except KeyboardInterrupt:  # Ctrl-C reached the stage as well
+            _end(process)
+            _stop(stage, "was interrupted", 130)
+        except SystemExit:
+            process.terminate()
+            _end(process)
+            _stop(stage, "was terminated", 143)
+    if code != 0:
+        _stop(stage, f"failed with exit code {code}", code if code > 0 else 128 - code)
+
+
+def _stop(stage: Stage, what: str, code: int) -> NoReturn:
+    print(f"{stage.name} {what}; the same command goes on from here", file=sys.stderr)
+    sys.exit(code)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + signum)
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[int]:
+    """Hold the lock file ``path``, waiting for whoever holds it; yields its descriptor."""
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for an earlier run in {path.parent} to end", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
+
+
+def collect(config: Config, seconds: dict[str, float]) -> dict[str, Any]:
+    """The figures of ``results.json``, from what the stages wrote."""
+    output = Path(config.output_dir)
+    evaluation = json.loads((output / "evaluation.json").read_text())
+    speculator = json.loads((output / "export/vocabulary_speculator/config.json").read_text())
+    manifest = json.loads(Path(config.data.train_path, "manifest.json").read_text())
+    recall = evaluation["candidate_recall"]
+    speed = evaluation["tokens_per_second"]
+    return {
+        "target": config.target.model,
+        "num_train_tokens": manifest["num_loss_tokens"],
+        "tau": {name: evaluation["tau"][name] for name in ("untrained", "full", "speculative")},
+        "candidate_recall": {name: recall[name] for name in ("target_top1", "draft_top1")},
+        "num_candidates": speculator["num_candidates"],
+        "rank": speculator["rank"],
+        "lossless": evaluation["lossless"],
+        "tokens_per_second": {name: speed[name] for name in ("autoregressive", "speculative")},
+        "seconds": seconds,
+    }
+
+
+def table(results: dict[str, Any], output: Path) -> str:
+    """``results`` for a person."""
+    tau, recall, speed = results["tau"], results["candidate_recall"], results["tokens_per_second"]
+    rows = [
+        ("", "acceptance length", "tokens/s"),
+        ("target alone", "1.00", f"{speed['autoregressive']:.1f}"),
+        ("untrained draft", f"{tau['untrained']:.2f}", ""),
+        ("trained, full vocabulary", f"{tau['full']:.2f}", ""),
+        ("trained, speculated vocabulary", f"{tau['speculative']:.2f}", f"{speed['speculative']:.1f}"),
+    ]
+    lines = [f"{name:32}{length:>18}{rate:>12}" for name, length, rate in rows]
+    return "\n".join([
+        "",
+        f"{results['target']}, held-out prompts",
+        *lines,
+        f"output is the target's own, token for token: {'yes' if results['lossless'] else 'NO'}",
+        f"{results['num_candidates']} candidates of rank {results['rank']} hold the target's first choice in "
+        f"{recall['target_top1']:.1%} and the draft's in {recall['draft_top1']:.1%} of cases",
+        f"{results['num_train_tokens']} response tokens; seconds: "
+        + ", ".join(f"{name} {value:.0f}" for name, value in results["seconds"].items()),
+        f"checkpoint: {output / 'export'}, figures: {output / 'results.json'}",
+    ])
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write ``path`` whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+def _file_hash(key: str, name: str) -> str:
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"{key}: there is no file {name!r} (relative to {Path.cwd()})")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _hash(settings: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+if __name__ == "__main__":
+    main()
