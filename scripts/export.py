@@ -1,0 +1,77 @@
+"""Turn the result of a training run into the checkpoint that users and serving engines load.
+
+    python scripts/export.py +experiment=quickstart [the overrides of the training run]
+
+Reads ``output_dir/final/``, writes ``output_dir/export/``. Weights are stored in the target's type, because engines run
+the draft in it; ``head.num_candidates`` may differ from training, everything else that shapes the weights may not.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from specvocab_model.cli import hydra_main
+from specvocab_model.config import Config, ConfigError
+from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.export import Provenance, save_checkpoint
+from specvocab_model.target import TORCH_DTYPES, TargetSpec, load_spec
+
+
+@hydra_main
+def main(config: Config) -> None:
+    folder = export(config)
+    print(f"exported to {folder}")
+
+
+def export(config: Config) -> Path:
+    """Export the run of ``config``; returns the folder.
+
+    Raises:
+        ConfigError: the run is not there, or it was trained with other settings or for another target.
+    """
+    output = Path(config.output_dir)
+    final = output / "final"
+    if not (final / "training.json").is_file():
+        command = shlex.join(["accelerate", "launch", "train/main.py", *sys.argv[1:]])
+        raise ConfigError(f"{final} holds no finished run; train it with: {command}")
+    training = json.loads((final / "training.json").read_text(encoding="utf-8"))
+    spec = load_spec(config.target)
+    check_run(training, config, spec)
+    model = SpecVocabDraft.build(spec, config.draft, config.head)
+    model.load_state_dict(load_file(final / "model.safetensors"))
+    provenance = Provenance(
+        step=training["step"],
+        metrics=training["metrics"],
+        data_manifest_sha256=training["data_manifest_sha256"],
+        git_commit=training["git_commit"],
+        config=training["config"],
+    )
+    return save_checkpoint(output / "export", model, spec, provenance, dtype=TORCH_DTYPES[config.target.dtype])
+
+
+def check_run(training: dict[str, Any], config: Config, spec: TargetSpec) -> None:
+    """Compare what shaped the weights at training time with the configuration given now.
+
+    Raises:
+        ConfigError: naming the first difference.
+    """
+    if training["target_fingerprint"] != spec.fingerprint:
+        raise ConfigError(f"{config.output_dir} was trained for another target than {spec.name} (fingerprint "
+                          f"{training['target_fingerprint'][:12]}, now {spec.fingerprint[:12]}); give that target")
+    trained, now = training["config"], asdict(config)
+    for node, keys in {"draft": now["draft"].keys(), "head": ("type", "rank")}.items():
+        for key in keys:
+            if trained[node][key] != now[node][key]:
+                raise ConfigError(f"{node}.{key}={now[node][key]!r}, but {config.output_dir} was trained with "
+                                  f"{trained[node][key]!r}; give the overrides of the training run")
+
+
+if __name__ == "__main__":
+    main()

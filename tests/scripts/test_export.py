@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from specvocab_model.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    DraftConfig,
+    EvalConfig,
+    HeadConfig,
+    TargetConfig,
+)
+from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.export import load_checkpoint
+from specvocab_model.target import load_spec
+from tests.tiny import tiny_target_folder
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "export.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("scripts_export", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    target = TargetConfig(model=str(tiny_target_folder(tmp_path / "target", "llama")), dtype="float32")
+    return Config(
+        run_name="tiny", output_dir=str(tmp_path / "run"), target=target, draft=DraftConfig(num_unroll_steps=3),
+        head=HeadConfig(rank=5, num_candidates=20), data=DataConfig(train_path="t", validation_path="v"),
+        eval=EvalConfig(prompts="p"),
+    )
+
+
+def finish_training(config: Config) -> SpecVocabDraft:
+    """What train/main.py leaves behind."""
+    spec = load_spec(config.target)
+    model = SpecVocabDraft.build(spec, config.draft, config.head)
+    final = Path(config.output_dir, "final")
+    final.mkdir(parents=True)
+    save_file(dict(model.state_dict()), final / "model.safetensors")
+    record = {"step": 7, "metrics": {"loss": 1.5}, "config": asdict(config), "target_fingerprint": spec.fingerprint,
+              "data_manifest_sha256": "d" * 64, "git_commit": "c0ffee"}
+    (final / "training.json").write_text(json.dumps(record))
+    return model
+
+
+def test_the_run_becomes_a_checkpoint_in_the_targets_type(script, config):
+    model = finish_training(config)
+    folder = script.export(replace(config, head=replace(config.head, num_candidates=30)))
+    loaded = load_checkpoint(folder, load_spec(config.target))
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    assert loaded.speculator.num_candidates == 30
+    record = json.loads((folder / "specvocab.json").read_text())
+    assert (record["step"], record["data_manifest_sha256"], record["git_commit"]) == (7, "d" * 64, "c0ffee")
+    assert record["config"] == asdict(config)
+
+    half = replace(config, target=replace(config.target, dtype="bfloat16"))
+    assert load_checkpoint(script.export(half)).draft.fc.weight.dtype == torch.bfloat16
+
+
+def test_a_run_that_is_not_there_is_named_with_its_command(script, config, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["export.py", "+experiment=quickstart", "run_name=my run"])
+    with pytest.raises(ConfigError, match=r"run.final holds no finished run; train it with: accelerate launch "
+                                          r"train/main.py \+experiment=quickstart 'run_name=my run'$"):
+        script.export(config)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"head": HeadConfig(rank=6)}, r"head.rank=6, but .* was trained with 5"),
+        ({"head": HeadConfig(rank=5, type="full")}, r"head.type='full', but .* was trained with 'speculative'"),
+        ({"draft": DraftConfig(num_unroll_steps=3, feature_layers=[1, 2, 3])}, r"draft.feature_layers=\[1, 2, 3\]"),
+    ],
+)
+def test_other_settings_than_those_of_the_run_are_refused(change, message, script, config):
+    finish_training(config)
+    with pytest.raises(ConfigError, match=message):
+        script.export(replace(config, **change))
+    assert not Path(config.output_dir, "export").exists()
+
+
+def test_another_target_than_that_of_the_run_is_refused(script, config, tmp_path):
+    finish_training(config)
+    other = str(tiny_target_folder(tmp_path / "other", "llama", seed=1))
+    with pytest.raises(ConfigError, match="was trained for another target"):
+        script.export(replace(config, target=replace(config.target, model=other)))
