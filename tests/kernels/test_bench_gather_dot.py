@@ -1,0 +1,21 @@
+"""The benchmark runs end to end on its tiny shape."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+BENCH = Path(__file__).parents[2] / "kernels" / "benchmarks" / "bench_gather_dot.py"
+
+
+def test_tiny_run_prints_a_table_and_writes_json(tmp_path, capsys, device):
+    spec = importlib.util.spec_from_file_location("bench_gather_dot", BENCH)
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    bench.main(["--tiny", "--rows", "1", "3", "--k", "5", "5000", "--json", str(tmp_path / "out.json")])
+
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [(r["rows"], r["k"]) for r in report["results"]] == [(1, 5), (1, 1003), (3, 5), (3, 1003)]
+    for result in report["results"]:
+        assert result["full_ms"] > 0 and result["torch_ms"] > 0 and result["floor_ms"] > 0
+        assert (result["triton_ms"] is not None) == (device.type == "cuda")
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(report["results"])
