@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -190,9 +190,8 @@ class Draft(nn.Module):
         return torch.stack(outputs)
 
 
-@dataclass(frozen=True, slots=True)
-class TrainOutput:
-    """What one micro-batch contributes."""
+class TrainOutput(NamedTuple):
+    """What one micro-batch contributes. A tuple, because DeepSpeed looks for a module's output tensors in tuples."""
 
     loss: Tensor  # scalar; a sum over positions that already carries the weights of ``step_weights``
     sums: AcceptanceSums | None
