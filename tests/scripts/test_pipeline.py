@@ -1,0 +1,180 @@
+"""What the pipeline skips, remembers and stops at. Stages are small programs here, real in test_end_to_end.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from scripts.pipeline import Record, Stage, exclusive, plan, run
+from specvocab_model.config import CONFIG_DIR, Config, ConfigError, parse_config, register_schemas
+
+REPOSITORY = Path(CONFIG_DIR).parent
+STAGES = ["generate", "train", "export", "evaluate"]
+
+
+def quickstart(*overrides: str) -> Config:
+    register_schemas()
+    with initialize_config_dir(CONFIG_DIR, version_base="1.3"):
+        return parse_config(compose("config", overrides=["+experiment=quickstart", *overrides]))
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(name="train", script=str(tmp_path / "stage.py"), settings={}, result=tmp_path / "result")
+
+
+def write(stage: Stage, program: str) -> None:
+    Path(stage.script).write_text(program)
+
+
+@pytest.mark.parametrize(("override", "changed"), [
+    ("seed=1", "generate"),
+    ("target=gemma3_270m", "generate"),
+    ("generation.max_new_tokens=7", "generate"),
+    ("data.seq_len=7", "generate"),
+    ("head.num_candidates=7", "train"),
+    ("optim.lr=7", "train"),
+    ("draft.num_unroll_steps=2", "train"),
+    ("distributed=zero2", "train"),
+    ("eval.max_new_tokens=7", "evaluate"),
+    ("tracking=wandb", None),
+])
+def test_settings_belong_to_the_stage_that_they_change(override, changed, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    before, after = plan(quickstart()), plan(quickstart(override))
+    assert [stage.name for stage in before] == STAGES
+    different = [old.name for old, new in zip(before, after, strict=True) if old.settings != new.settings]
+    assert different == ([changed] if changed else [])
+
+
+def test_edited_prompts_are_other_settings(monkeypatch, tmp_path):
+    monkeypatch.chdir(REPOSITORY)
+    prompts = tmp_path / "prompts.jsonl"
+    seen = []
+    for text in ("one", "two"):
+        prompts.write_text(text)
+        seen.append(plan(quickstart(f"generation.prompt_files=[{prompts}]", f"eval.prompts={prompts}")))
+    different = [old.name for old, new in zip(*seen, strict=True) if old.settings != new.settings]
+    assert different == ["generate", "evaluate"]
+
+
+def test_missing_prompt_file_is_named(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    with pytest.raises(ConfigError, match=r"eval\.prompts: there is no file 'nowhere\.jsonl'"):
+        plan(quickstart("eval.prompts=nowhere.jsonl"))
+
+
+def test_a_stage_is_finished_only_with_the_same_settings_and_its_result(stage, tmp_path):
+    write(stage, f"open({str(stage.result)!r}, 'w')")
+    record = Record(tmp_path / "record.json")
+    assert not record.is_finished(stage, "a")
+    run(stage, "a", quickstart(), record, os.open(tmp_path, os.O_RDONLY))
+    record = Record(tmp_path / "record.json")  # as the next start reads it
+    assert record.is_finished(stage, "a")
+    assert not record.is_finished(stage, "b")
+    stage.result.unlink()
+    assert not record.is_finished(stage, "a")
+
+
+def test_seconds_add_up_over_restarts_and_start_anew_with_other_settings(stage, tmp_path):
+    record = Record(tmp_path / "record.json")
+    assert record.start(stage, "a") == 0
+    record.update(stage, seconds=5.0, finished=False)  # then killed
+    record = Record(tmp_path / "record.json")
+    assert record.start(stage, "a") == 5.0
+    record.update(stage, seconds=7.0, finished=True)
+    assert record.seconds() == {"train": 7.0}
+    assert record.start(stage, "b") == 0
+
+
+@pytest.mark.parametrize(("program", "code"), [
+    ("import sys; sys.exit(2)", 2),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL),
+])
+def test_a_failed_stage_stops_the_pipeline_with_its_code(program, code, stage, tmp_path, capsys):
+    write(stage, program)
+    record = Record(tmp_path / "record.json")
+    with pytest.raises(SystemExit) as stop:
+        run(stage, "a", quickstart(), record, os.open(tmp_path, os.O_RDONLY))
+    assert stop.value.code == code
+    assert "train failed with exit code" in capsys.readouterr().err
+    assert not record.is_finished(stage, "a")
+
+
+WAITING_STAGE = """
+import pathlib, time
+pathlib.Path({started!r}).touch()
+time.sleep(60)
+"""
+PIPELINE_OF_ONE_STAGE = """
+import signal, sys
+from pathlib import Path
+from scripts.pipeline import Record, Stage, _terminate, exclusive, run
+from tests.scripts.test_pipeline import quickstart
+
+signal.signal(signal.SIGTERM, _terminate)
+folder = Path({folder!r})
+stage = Stage(name="train", script={script!r}, settings={{}}, result=folder / "result")
+config = quickstart()
+sys.argv = sys.argv[:1]
+with exclusive(folder / "lock") as lock:
+    run(stage, "a", config, Record(folder / "record.json"), lock)
+"""
+
+
+def start_waiting_pipeline(stage: Stage, tmp_path: Path) -> subprocess.Popen[str]:
+    started = tmp_path / "started"
+    write(stage, WAITING_STAGE.format(started=str(started)))
+    program = PIPELINE_OF_ONE_STAGE.format(folder=str(tmp_path), script=stage.script)
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    while not started.exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize(("number", "to_group", "code", "message"), [
+    (signal.SIGINT, True, 130, "train was interrupted; the same command goes on from here"),
+    (signal.SIGTERM, False, 143, "train was terminated; the same command goes on from here"),
+])
+def test_signals_end_the_stage_too(number, to_group, code, message, stage, tmp_path):
+    process = start_waiting_pipeline(stage, tmp_path)
+    (os.killpg if to_group else os.kill)(process.pid, number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert err.splitlines()[-1] == message
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # nobody is left
+
+
+def test_a_killed_pipeline_leaves_no_second_run_beside_its_stage(stage, tmp_path):
+    """SIGKILL to the pipeline alone: its stage lives on and holds the lock; seconds so far are kept."""
+    process = start_waiting_pipeline(stage, tmp_path)
+    time.sleep(2.5)  # one heartbeat
+    process.kill()
+    process.wait()
+    assert 2 <= json.loads((tmp_path / "record.json").read_text())["train"]["seconds"] < 20
+    waiter = subprocess.Popen(
+        [sys.executable, "-c", f"from pathlib import Path; from scripts.pipeline import exclusive\n"
+                               f"with exclusive(Path({str(tmp_path / 'lock')!r})): print('held')"],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
+    )
+    assert waiter.stdout.readline().startswith("waiting for an earlier run in ")
+    assert waiter.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    assert waiter.communicate(timeout=20)[0] == "held\n"
+
+
+def test_lock_is_free_again(tmp_path):
+    for _ in range(2):
+        with exclusive(tmp_path / "lock"):
+            pass
