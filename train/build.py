@@ -1,0 +1,240 @@
+"""Everything a training run consists of, built from its configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast, set_seed
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from data_gen.shards import MANIFEST_FILE, load_rows
+from specvocab_model.config import Config, ConfigError
+from specvocab_model.draft import SpecVocabDraft, TrainOutput
+from specvocab_model.losses import Objective
+from specvocab_model.speculator import collect_final_hidden
+from specvocab_model.target import Target
+from train.checkpoint import Checkpoints, TrainState, run_identity
+from train.launch import build_accelerator
+from train.metrics import FlopsModel, IntervalMeter, peak_flops
+from train.optim import Updater, build_optimizer
+from train.packing import Batch, PackedDataset, StepSampler, document_lengths, split_documents, step_loader
+from train.tracking import Tracker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A training run, ready for ``loop.train``."""
+
+    config: Config
+    accelerator: Accelerator
+    target: Target
+    model: nn.Module  # SpecVocabDraft, wrapped by DDP or DeepSpeed
+    objective: Objective
+    updater: Updater
+    train_loader: DataLoader
+    validation_loader: DataLoader
+    steps_per_epoch: int
+    total_steps: int
+    checkpoints: Checkpoints
+    state: TrainState
+    tracker: Tracker
+    meter: IntervalMeter
+    data_sha256: str
+
+    @property
+    def num_unroll_steps(self) -> int:
+        return self.config.draft.num_unroll_steps
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def forward(self, batch: Batch, step_weights: Tensor, *, collect: bool) -> TrainOutput:
+        """Target, then draft, on one micro-batch; ``step_weights`` [S] on the device."""
+        batch = batch.to(self.accelerator.device)
+        output = self.target.forward(batch.input_ids, position_ids=batch.position_ids)
+        dtype = torch.bfloat16 if self.config.trainer.mixed_precision == "bf16" else torch.float32
+        return self.model(
+            features=output.features.to(dtype),
+            final_hidden=output.final_hidden,
+            token_embeds=self.target.embed(batch.input_ids).to(dtype),
+            lm_head_weight=self.target.lm_head_weight,
+            position_ids=batch.position_ids,
+            document_ids=batch.document_ids,
+            loss_mask=batch.loss_mask,
+            step_weights=step_weights,
+            objective=self.objective,
+            collect=collect,
+        )
+
+    def record(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """What ``final/training.json`` says about the run."""
+        return {
+            "step": self.state.step,
+            "metrics": metrics,
+            "best_tau": self.state.best_tau,
+            "best_step": self.state.best_step,
+            "config": asdict(self.config),
+            "target_fingerprint": self.target.spec.fingerprint,
+            "data_manifest_sha256": self.data_sha256,
+            "git_commit": git_commit(),
+        }
+
+
+def build_run(config: Config) -> Run:
+    """Load the target and the data, build the draft, and resume where an earlier run of this name stopped.
+
+    Raises:
+        ConfigError: launcher and configuration disagree, or the checkpoint belongs to another configuration.
+    """
+    accelerator = build_accelerator(config)
+    set_seed(config.seed)
+    target = Target.load(config.target, device=accelerator.device, feature_layers=config.draft.feature_layers)
+    data_sha256 = hashlib.sha256((Path(config.data.train_path) / MANIFEST_FILE).read_bytes()).hexdigest()
+    checkpoints = build_checkpoints(config, accelerator, target, data_sha256)
+    model = build_model(config, accelerator, target, initialise=not checkpoints.exist())
+    flops_model, peak = FlopsModel.of(target, model), peak_flops(accelerator.device)
+    prepared, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
+    state = checkpoints.restore() if checkpoints.exist() else TrainState()
+
+    train_loader, sampler = build_loader(config, config.data.train_path, accelerator, target, training=True)
+    validation_loader, _ = build_loader(config, config.data.validation_path, accelerator, target, training=False)
+    total_steps = config.trainer.max_steps or config.trainer.num_epochs * sampler.steps_per_epoch
+    sampler.first_step, sampler.num_steps = state.step, total_steps
+    tracker = build_tracker(config, accelerator, state)
+    return Run(
+        config=config,
+        accelerator=accelerator,
+        target=target,
+        model=prepared,
+        objective=build_objective(config, target),
+        updater=Updater(accelerator, prepared, optimizer, config.optim.max_grad_norm),
+        train_loader=train_loader,
+        validation_loader=validation_loader,
+        steps_per_epoch=sampler.steps_per_epoch,
+        total_steps=total_steps,
+        checkpoints=checkpoints,
+        state=state,
+        tracker=tracker,
+        meter=IntervalMeter(flops_model, None if peak is None else peak * accelerator.num_processes),
+        data_sha256=data_sha256,
+    )
+
+
+def build_checkpoints(config: Config, accelerator: Accelerator, target: Target, data_sha256: str) -> Checkpoints:
+    """The run's checkpoints; emptied first with ``trainer.resume=false``."""
+    identity = run_identity(config, world_size=accelerator.num_processes, target_fingerprint=target.spec.fingerprint,
+                            data_sha256=data_sha256)
+    folder = Path(config.output_dir) / "checkpoints"
+    checkpoints = Checkpoints(folder, accelerator, keep=config.trainer.keep_checkpoints, identity=identity)
+    if not config.trainer.resume:
+        checkpoints.discard()
+    return checkpoints
+
+
+def build_model(config: Config, accelerator: Accelerator, target: Target, *, initialise: bool) -> SpecVocabDraft:
+    """The draft in fp32 on the device, equal on all ranks; its forward runs under ``trainer.mixed_precision``.
+
+    Args:
+        initialise: set the speculator as ``head.init`` says; not needed where a checkpoint follows.
+    """
+    model = SpecVocabDraft.build(target.spec, config.draft, config.head).to(accelerator.device)
+    if initialise and model.speculator is not None and accelerator.is_main_process:
+        rows = load_rows(Path(config.data.train_path))
+        order = np.random.default_rng(config.seed).permutation(len(rows)).tolist()
+        hidden = collect_final_hidden(target, (rows[index] for index in order), config.head.calibration_tokens)
+        generator = torch.Generator(accelerator.device).manual_seed(config.seed)
+        model.speculator.initialise(config.head.init, target.lm_head_weight, hidden, generator)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(broadcast(parameter.data))
+    # Inside the module, because DeepSpeed's engine switches off an autocast that surrounds it.
+    autocast = torch.autocast(accelerator.device.type, torch.bfloat16, enabled=config.trainer.mixed_precision == "bf16")
+    model.forward = autocast(model.forward)  # type: ignore[method-assign]
+    return model
+
+
+def build_objective(config: Config, target: Target) -> Objective:
+    trainer = config.trainer
+    return Objective(
+        loss=trainer.loss,
+        aux_weight=trainer.aux_weight,
+        step_decay=trainer.step_decay,
+        normalization=trainer.loss_normalization,
+        chunk_tokens=trainer.loss_chunk_tokens,
+        logit_scale=target.spec.logit_scale,
+        logit_softcap=target.spec.logit_softcap,
+    )
+
+
+def build_loader(
+    config: Config, path: str, accelerator: Accelerator, target: Target, *, training: bool
+) -> tuple[DataLoader, StepSampler]:
+    """Loader of this rank's micro-batches, one list for each optimizer step (one micro-batch in validation)."""
+    rows = load_rows(Path(path))
+    if len(rows) == 0:
+        raise ConfigError(f"{path} has no rows; generate from more prompts, or raise generation.validation_fraction")
+    lengths = document_lengths(rows)
+    too_long = int((lengths > config.data.seq_len).sum())
+    if too_long and accelerator.is_main_process:
+        logger.warning("%s: %d of %d documents are longer than data.seq_len=%d and are cut into pieces of that length",
+                       path, too_long, len(rows), config.data.seq_len)
+    sampler = StepSampler(
+        split_documents(lengths, config.data.seq_len),
+        config.data.seq_len,
+        seed=config.seed,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        micro_batch_size=config.trainer.micro_batch_size,
+        accumulation=config.trainer.gradient_accumulation_steps if training else 1,
+    )
+    on_cpu = accelerator.device.type == "cpu"
+    dataset = PackedDataset(
+        rows,
+        seq_len=config.data.seq_len,
+        micro_batch_size=config.trainer.micro_batch_size,
+        pad_token_id=target.spec.pad_token_id,
+        trim=on_cpu,
+    )
+    return step_loader(dataset, sampler, num_workers=config.data.num_workers, pin_memory=not on_cpu), sampler
+
+
+def build_tracker(config: Config, accelerator: Accelerator, state: TrainState) -> Tracker:
+    """Start (or continue) tracking and save the resolved configuration, on rank 0."""
+    output_dir, settings = Path(config.output_dir), asdict(config)
+    if accelerator.is_main_process:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    tracker = Tracker(
+        config.tracking,
+        name=config.run_name,
+        output_dir=output_dir,
+        run_id=state.tracker_run_id,
+        first_step=state.step + 1,
+        settings=settings,
+        is_main=accelerator.is_main_process,
+    )
+    state.tracker_run_id = tracker.run_id
+    return tracker
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout this file is in; None when it is not in one."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # no git on this machine
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None

@@ -1,0 +1,106 @@
+"""From ``distributed.strategy`` to an Accelerator. Hydra is the only place that says how the draft is distributed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+from transformers.integrations import unset_hf_deepspeed_config
+
+from specvocab_model.config import Config, ConfigError
+
+ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+
+
+def build_accelerator(config: Config) -> Accelerator:
+    """Join the process group and set up the strategy.
+
+    Works under ``accelerate launch`` with and without ``--use_deepspeed``, ``torchrun`` and plain ``python``.
+
+    Raises:
+        ConfigError: the launcher was told something else than Hydra.
+    """
+    check_launch(config, os.environ)
+    if config.distributed.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed takes any GPU that it sees
+    use_cpu = not torch.cuda.is_available()
+    if config.distributed.strategy not in ZERO_STAGES:
+        return Accelerator(cpu=use_cpu, mixed_precision="no")  # autocast is set up in build.py
+    _single_process_defaults()
+    # accelerate finds no backend on a CPU without cpu=True, and with it no DeepSpeed: each rank would train alone.
+    handlers = [InitProcessGroupKwargs(backend="gloo")] if use_cpu else []
+    plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(config), zero3_init_flag=False)
+    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="no", kwargs_handlers=handlers)
+    # Else transformers would partition the frozen target with ZeRO-3 as it loads it.
+    unset_hf_deepspeed_config()
+    return accelerator
+
+
+def deepspeed_config(config: Config) -> dict[str, Any]:
+    """DeepSpeed's own configuration: fp32 parameters and gradients; bf16 is autocast inside the model's forward."""
+    stage = ZERO_STAGES[config.distributed.strategy]
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": torch.cuda.is_available()}
+    if stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True  # gathers in the parameters' own type: fp32
+    return {
+        "zero_optimization": zero,
+        "gradient_accumulation_steps": 1,  # train/optim.py sets the boundary and weighs the micro-batches
+        "train_micro_batch_size_per_gpu": config.trainer.micro_batch_size,
+        "gradient_clipping": config.optim.max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def check_launch(config: Config, environ: Mapping[str, str]) -> None:
+    """Refuse a launch that contradicts the configuration.
+
+    Args:
+        environ: as ``accelerate launch`` or ``torchrun`` set it.
+
+    Raises:
+        ConfigError: naming both settings.
+    """
+    strategy = config.distributed.strategy
+    world_size = int(environ.get("WORLD_SIZE", "1"))
+    if world_size > 1 and strategy == "single":
+        raise ConfigError(
+            f"the launcher started {world_size} processes but distributed.strategy=single; "
+            "choose distributed=ddp or distributed=zero2, or start one process"
+        )
+    if environ.get("ACCELERATE_USE_FSDP", "false") == "true":
+        raise ConfigError(f"the launcher says --use_fsdp but distributed.strategy={strategy}; drop the flag")
+    if environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true" and strategy not in ZERO_STAGES:
+        raise ConfigError(
+            f"the launcher says --use_deepspeed but distributed.strategy={strategy}; "
+            "choose distributed=zero1, zero2 or zero3, or drop the flag"
+        )
+    for variable, flag, key, value in (
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "--zero_stage", "distributed.strategy", strategy),
+        ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "--deepspeed_config_file", "distributed.strategy", strategy),
+        ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "--offload_optimizer_device", "distributed.strategy",
+         strategy),
+        ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "--offload_param_device", "distributed.strategy", strategy),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "--gradient_accumulation_steps",
+         "trainer.gradient_accumulation_steps", str(config.trainer.gradient_accumulation_steps)),
+        ("ACCELERATE_GRADIENT_CLIPPING", "--gradient_clipping", "optim.max_grad_norm", str(config.optim.max_grad_norm)),
+        ("ACCELERATE_MIXED_PRECISION", "--mixed_precision", "trainer.mixed_precision", config.trainer.mixed_precision),
+    ):
+        given = environ.get(variable, "none")
+        unsaid = given in ("none", "no")  # what the launcher writes when the user gave no flag
+        agrees = given == (str(ZERO_STAGES.get(strategy)) if flag == "--zero_stage" else value)
+        if not (unsaid or agrees):
+            raise ConfigError(f"the launcher says {flag} {given} but {key}={value}; set {key} and drop the flag")
+
+
+def _single_process_defaults() -> None:
+    """DeepSpeed wants a process group, of one process where no launcher made one."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -1,0 +1,120 @@
+"""Throughput of training: tokens per second, model FLOPs utilisation, peak memory."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.target import Target
+
+# Dense bf16 tensor-core peaks in FLOP/s, by a part of torch.cuda.get_device_name(); data sheets of the makers.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak of one device, or None where it is not known (then no MFU is reported)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this rank has had allocated: of the GPU by torch, on the CPU the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+
+
+@dataclass(frozen=True, slots=True)
+class FlopsModel:
+    """FLOPs that one optimizer step needs, 2 per multiply-add; attention scores and recomputation are left out.
+
+    The frozen target runs forward (2 per parameter and token), the draft forward and backward (6). Output embeddings
+    cost 2 V d for the teacher's row, and for every student row 2 V d forward and 2 V d back to the hidden state: the
+    embedding gets no gradient.
+    """
+
+    target_body: int  # parameters of the target without its two embeddings
+    fuse: int  # parameters of fc, used once a token
+    layer: int  # parameters of the draft layer, used at every unroll step
+    lm_head: int  # V * d
+    speculator: int  # r * (d + V)
+
+    @classmethod
+    def of(cls, target: Target, model: SpecVocabDraft) -> FlopsModel | None:
+        """None for mixture-of-experts targets: how many of their parameters a token uses is not in the spec."""
+        if target.spec.model_type.endswith("_moe"):
+            return None
+        embedding = target.model.get_input_embeddings().weight.numel()
+        return cls(
+            target_body=sum(p.numel() for p in target.model.get_decoder().parameters()) - embedding,
+            fuse=model.draft.fc.weight.numel(),
+            layer=sum(p.numel() for p in model.draft.midlayer.parameters()),
+            lm_head=target.lm_head_weight.numel(),
+            speculator=0 if model.speculator is None else sum(p.numel() for p in model.speculator.parameters()),
+        )
+
+    def step(self, num_tokens: int, valid_counts: Tensor) -> float:
+        """``num_tokens`` without padding; ``valid_counts`` [S] of ``losses.valid_counts``."""
+        steps, pairs = len(valid_counts), float(valid_counts.sum())
+        per_token = 2 * self.target_body + 6 * self.fuse + 6 * self.layer * steps
+        heads = float(valid_counts[0]) * 2 * self.lm_head + pairs * (4 * self.lm_head + 6 * self.speculator)
+        return num_tokens * per_token + heads
+
+
+@dataclass(slots=True)
+class IntervalMeter:
+    """What happened since the last log line. Validation and saving are left out by ``restart_clock``."""
+
+    flops_model: FlopsModel | None
+    peak: float | None  # FLOP/s of all ranks together
+    steps: int = 0
+    seconds: float = 0.0
+    objective: float = 0.0
+    tokens: int = 0
+    valid_tokens: int = 0
+    flops: float = 0.0
+    _clock: float = field(default_factory=time.perf_counter)
+
+    def restart_clock(self) -> None:
+        self._clock = time.perf_counter()
+
+    def update(self, objective: float, num_tokens: int, valid_counts: Tensor) -> None:
+        """One optimizer step; all arguments are totals over all ranks."""
+        now = time.perf_counter()
+        self.seconds += now - self._clock
+        self._clock = now
+        self.steps += 1
+        self.objective += objective
+        self.tokens += num_tokens
+        self.valid_tokens += int(valid_counts[0])
+        if self.flops_model is not None:
+            self.flops += self.flops_model.step(num_tokens, valid_counts)
+
+    def flush(self) -> dict[str, float]:
+        """Means and rates of the interval, which starts anew."""
+        metrics = {
+            "train/objective": self.objective / self.steps,
+            "perf/seconds_per_step": self.seconds / self.steps,
+            "perf/tokens_per_second": self.tokens / self.seconds,
+            "perf/valid_tokens_per_second": self.valid_tokens / self.seconds,
+        }
+        if self.flops_model is not None and self.peak is not None:
+            metrics["perf/mfu"] = self.flops / self.seconds / self.peak
+        self.steps = self.tokens = self.valid_tokens = 0
+        self.seconds = self.objective = self.flops = 0.0
+        return metrics

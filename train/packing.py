@@ -1,0 +1,220 @@
+"""Packing: documents of any length become rows of ``seq_len`` tokens, and rows become optimizer steps.
+
+The order is planned globally and only then split over the ranks, so what optimizer step ``n`` trains on is a function
+of (data, seed, seq_len, rows per step) and ``n`` alone. A resumed run therefore needs no loader state but its step, and
+1 rank with 4 accumulated micro-batches sees what 4 ranks with 1 see.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+if TYPE_CHECKING:
+    from datasets import Dataset as Rows
+
+PADDING_DOCUMENT = -1
+MIN_TRIMMED_LEN = 16
+
+PackedRow = np.ndarray  # int64 [n, 3]: (data set row, first token, number of tokens) of each document in it
+StepPlan = list[list[PackedRow]]  # one rank's micro-batches of one optimizer step
+
+
+def split_documents(lengths: np.ndarray, seq_len: int) -> np.ndarray:
+    """Cut every document longer than ``seq_len`` into pieces, each a document of its own from then on.
+
+    Args:
+        lengths: int [N], tokens of each data set row.
+
+    Returns:
+        int64 [P, 3]: (row, first token, number of tokens) of every piece.
+    """
+    pieces_of = -(-lengths // seq_len)
+    row = np.repeat(np.arange(len(lengths)), pieces_of)
+    index_in_row = np.arange(len(row)) - np.repeat(pieces_of.cumsum() - pieces_of, pieces_of)
+    start = index_in_row * seq_len
+    return np.stack([row, start, np.minimum(lengths[row] - start, seq_len)], axis=1).astype(np.int64)
+
+
+def pack(pieces: np.ndarray, seq_len: int, rng: np.random.Generator) -> list[PackedRow]:
+    """Best-fit decreasing: longest piece first, each into the fullest row that still has room for it.
+
+    ``rng`` decides which of several equally long pieces comes first and the order of the finished rows. The number
+    of rows depends on the lengths alone, hence is the same in every epoch.
+    """
+    order = rng.permutation(len(pieces))
+    order = order[np.argsort(-pieces[order, 2], kind="stable")]
+    contents: list[list[int]] = []
+    rows_by_room: dict[int, list[int]] = {}  # free tokens -> rows with that much room
+    rooms: list[int] = []  # the keys of rows_by_room, ascending
+    for piece, length in zip(order.tolist(), pieces[order, 2].tolist(), strict=True):
+        fitting = bisect_left(rooms, length)
+        if fitting == len(rooms):
+            room, index = seq_len, len(contents)
+            contents.append([])
+        else:
+            room = rooms[fitting]
+            index = rows_by_room[room].pop()
+            if not rows_by_room[room]:
+                del rows_by_room[room], rooms[fitting]
+        contents[index].append(piece)
+        left = room - length
+        if left and left not in rows_by_room:
+            insort(rooms, left)
+        if left:
+            rows_by_room.setdefault(left, []).append(index)
+    return [pieces[contents[index]] for index in rng.permutation(len(contents))]
+
+
+class StepSampler(Sampler[StepPlan]):
+    """Yields this rank's micro-batches of every optimizer step, from ``first_step`` to the last.
+
+    A step takes ``world_size * micro_batch_size * accumulation`` packed rows; the last step of an epoch takes what is
+    left. All ranks get the same number of micro-batches, some of them empty, because every one is a collective.
+    """
+
+    def __init__(
+        self,
+        pieces: np.ndarray,
+        seq_len: int,
+        *,
+        seed: int,
+        rank: int,
+        world_size: int,
+        micro_batch_size: int,
+        accumulation: int,
+    ) -> None:
+        self.pieces = pieces
+        self.seq_len = seq_len
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.micro_batch_size = micro_batch_size
+        self.rows_per_step = world_size * micro_batch_size * accumulation
+        self.num_rows = len(self.plan_epoch(0))
+        self.steps_per_epoch = -(-self.num_rows // self.rows_per_step)
+        self.first_step = 0
+        self.num_steps = self.steps_per_epoch
+
+    def plan_epoch(self, epoch: int) -> list[PackedRow]:
+        """All packed rows of an epoch in the order they are trained on, the same on every rank."""
+        return pack(self.pieces, self.seq_len, np.random.default_rng([self.seed, epoch]))
+
+    def __iter__(self) -> Iterator[StepPlan]:
+        planned_epoch, rows = -1, []
+        for step in range(self.first_step, self.num_steps):
+            epoch, index = divmod(step, self.steps_per_epoch)
+            if epoch != planned_epoch:
+                planned_epoch, rows = epoch, self.plan_epoch(epoch)
+            yield self._own_part(rows[index * self.rows_per_step : (index + 1) * self.rows_per_step])
+
+    def __len__(self) -> int:
+        return self.num_steps - self.first_step
+
+    def _own_part(self, rows: list[PackedRow]) -> StepPlan:
+        size = self.micro_batch_size
+        micro_batches = -(-len(rows) // (size * self.world_size))
+        starts = ((index * self.world_size + self.rank) * size for index in range(micro_batches))
+        return [rows[start : start + size] for start in starts]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch of packed rows. Padding is a document of its own without supervised tokens."""
+
+    input_ids: Tensor  # [B, T] int64
+    position_ids: Tensor  # [B, T] int64, starting again at 0 in every document
+    document_ids: Tensor  # [B, T] int64, PADDING_DOCUMENT for padding
+    loss_mask: Tensor  # [B, T] int64, 1 where the token is supervised
+    num_slots: int  # token slots of its rows, padding included, before any trimming
+    row_ids: tuple[str, ...]  # ids of the data set rows in it
+
+    def pin_memory(self) -> Batch:
+        return self._map(Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> Batch:
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        return replace(
+            self,
+            input_ids=function(self.input_ids),
+            position_ids=function(self.position_ids),
+            document_ids=function(self.document_ids),
+            loss_mask=function(self.loss_mask),
+        )
+
+
+class PackedDataset(Dataset[list[Batch]]):
+    """Assembles the micro-batches of a step; the index is the step's plan, so workers need no state.
+
+    Args:
+        rows: the data set, memory-mapped, with ``input_ids``, ``loss_mask`` and ``id``.
+        trim: cut the columns that are padding in every row, and leave out rows that are all padding. Saves work
+            where shapes are free (CPU); a GPU runs faster when every micro-batch has the same shape.
+    """
+
+    def __init__(self, rows: Rows, *, seq_len: int, micro_batch_size: int, pad_token_id: int, trim: bool) -> None:
+        self.rows = rows.with_format("numpy", columns=["input_ids", "loss_mask", "id"])
+        self.seq_len = seq_len
+        self.micro_batch_size = micro_batch_size
+        self.pad_token_id = pad_token_id
+        self.trim = trim
+
+    def __getitem__(self, plan: StepPlan) -> list[Batch]:
+        return [self._assemble(packed) for packed in plan]
+
+    def _assemble(self, packed: list[PackedRow]) -> Batch:
+        used = max((int(row[:, 2].sum()) for row in packed), default=0)
+        width = min(self.seq_len, max(used, MIN_TRIMMED_LEN)) if self.trim else self.seq_len
+        height = max(len(packed), 1) if self.trim else self.micro_batch_size
+        input_ids = np.full((height, width), self.pad_token_id, dtype=np.int64)
+        position_ids = np.zeros((height, width), dtype=np.int64)
+        document_ids = np.full((height, width), PADDING_DOCUMENT, dtype=np.int64)
+        loss_mask = np.zeros((height, width), dtype=np.int64)
+        row_ids = []
+        for index in range(height):
+            end = 0
+            for document, (row, first, length) in enumerate(packed[index] if index < len(packed) else ()):
+                source = self.rows[int(row)]
+                place = (index, slice(end, end + length))
+                input_ids[place] = source["input_ids"][first : first + length]
+                loss_mask[place] = source["loss_mask"][first : first + length]
+                position_ids[place] = np.arange(length)
+                document_ids[place] = document
+                row_ids.append(str(source["id"]))
+                end += length
+            position_ids[index, end:] = np.arange(width - end)
+        return Batch(
+            input_ids=torch.from_numpy(input_ids),
+            position_ids=torch.from_numpy(position_ids),
+            document_ids=torch.from_numpy(document_ids),
+            loss_mask=torch.from_numpy(loss_mask),
+            num_slots=len(packed) * self.seq_len,
+            row_ids=tuple(row_ids),
+        )
+
+
+def document_lengths(rows: Rows) -> np.ndarray:
+    """Tokens of each data set row, int64 [N], without reading the tokens."""
+    return pc.list_value_length(rows.data.column("input_ids")).to_numpy().astype(np.int64)
+
+
+def step_loader(dataset: PackedDataset, sampler: StepSampler, *, num_workers: int, pin_memory: bool) -> DataLoader:
+    """Prefetching loader; each item is the list of this rank's micro-batches of one optimizer step."""
+    return DataLoader(
+        dataset,
+        sampler=sampler,
+        batch_size=None,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # else the loader draws from the global one, and a resumed run would differ
+    )
