@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from data_gen.shards import MANIFEST_FILE, read_manifest
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError
 
@@ -74,13 +75,13 @@ def plan(config: Config) -> list[Stage]:
             name="generate",
             script="data_gen/main.py",
             settings={"prompts": prompts} | {key: nodes[key] for key in ("seed", "target", "generation", "data")},
-            result=Path(config.data.train_path, "manifest.json"),
+            result=Path(config.data.train_path, MANIFEST_FILE),
         ),
         Stage(
             name="train",
             script="train/main.py",
             settings={key: nodes[key] for key in ("draft", "head", "trainer", "optim", "distributed")},
-            result=output / "checkpoints",
+            result=output / "final" / "training.json",
         ),
         Stage(name="export", script="scripts/export.py", settings={}, result=output / "export" / "config.json"),
         Stage(
@@ -182,12 +183,11 @@ def collect(config: Config, seconds: dict[str, float]) -> dict[str, Any]:
     output = Path(config.output_dir)
     evaluation = json.loads((output / "evaluation.json").read_text())
     speculator = json.loads((output / "export/vocabulary_speculator/config.json").read_text())
-    manifest = json.loads(Path(config.data.train_path, "manifest.json").read_text())
     recall = evaluation["candidate_recall"]
     speed = evaluation["tokens_per_second"]
     return {
         "target": config.target.model,
-        "num_train_tokens": manifest["num_loss_tokens"],
+        "num_train_tokens": read_manifest(config.data.train_path).num_loss_tokens,
         "tau": {name: evaluation["tau"][name] for name in ("untrained", "full", "speculative")},
         "candidate_recall": {name: recall[name] for name in ("target_top1", "draft_top1")},
         "num_candidates": speculator["num_candidates"],
