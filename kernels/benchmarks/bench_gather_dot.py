@@ -1,4 +1,7 @@
-"""Candidate logits: torch gather, Triton kernel and full head, against the time the bytes alone must take.
+"""Candidate logits: full head, torch gather and Triton kernel, against the time the bytes alone must take.
+
+``full`` is the product with every row, ``bmm`` torch's gather and batched product in bfloat16, ``torch`` and
+``triton`` the implementations of ``gather_dot`` (the first is the float32 reference, made to be right, not fast).
 
     python kernels/benchmarks/bench_gather_dot.py --json gather_dot.json
     python kernels/benchmarks/bench_gather_dot.py --tiny          # seconds, any machine: shows that it runs
@@ -23,7 +26,7 @@ from specvocab_kernels._impl import HAS_TRITON
 
 SHAPES = ((151936, 4096), (151936, 2560), (262144, 640), (49152, 576))  # V, d: Qwen3-8B, Qwen3-4B, Gemma 3, SmolLM2
 TINY_SHAPES = ((1003, 48),)
-COLUMNS = ("vocab_size", "hidden_size", "rows", "k", "full_ms", "torch_ms", "triton_ms", "floor_ms")
+COLUMNS = ("vocab_size", "hidden_size", "rows", "k", "full_ms", "bmm_ms", "torch_ms", "triton_ms", "floor_ms")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -65,6 +68,7 @@ def measure(weight: torch.Tensor, rows: int, k: int, bandwidth: float, repeats: 
     id_sets = [torch.randint(vocab_size, (rows, k), device=weight.device) for _ in range(num_sets)]
     calls: dict[str, Callable[[torch.Tensor], object]] = {
         "full_ms": lambda ids: torch.nn.functional.linear(hidden, weight),
+        "bmm_ms": lambda ids: torch.bmm(weight[ids], hidden.unsqueeze(2)),
         "torch_ms": lambda ids: gather_dot(hidden, weight, ids, impl="torch"),
     }
     if HAS_TRITON and weight.device.type == "cuda":

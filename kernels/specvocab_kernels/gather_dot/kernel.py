@@ -6,9 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 # Fixed, not autotuned: a graph capture must not meet a search, and the interpreter takes one configuration only.
-BLOCK_K = 4
-MAX_BLOCK_D = 512
-NUM_WARPS = 4
+# Of 40 on an H200 (d 640 to 4096, B 1 to 64, k 256 and 2048) these came out best on average, 15 % from each one's best.
+BLOCK_K = 2
+MAX_BLOCK_D = 1024
+NUM_WARPS = 1
 
 
 @triton.jit
