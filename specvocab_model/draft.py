@@ -22,6 +22,9 @@ from specvocab_model.speculator import VocabSpeculator
 from specvocab_model.target import TargetSpec, default_feature_layers
 
 
+FC_NOISE = 0.3  # share of torch's default initialisation that is left in fc beside the identity
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftArchitecture:
     """Everything that determines the draft's tensors and its forward pass."""
@@ -142,6 +145,17 @@ class Draft(nn.Module):
         self.midlayer = DraftLayer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = LlamaRotaryEmbedding(config)  # holds no parameter and no persistent buffer
+        self.reset_fc()
+
+    @torch.no_grad()
+    def reset_fc(self) -> None:
+        """Start ``fc`` as the identity on the deepest feature layer, with a little of everything on top.
+
+        That state is three layers from the target's own prediction, so the draft begins near an early exit of the
+        target and not at noise (numbers in docs/PERFORMANCE.md).
+        """
+        hidden_size = self.fc.out_features
+        self.fc.weight.mul_(FC_NOISE)[:, -hidden_size:].add_(torch.eye(hidden_size))
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [B, T, 3d] -> step-0 hidden state [B, T, d]."""
