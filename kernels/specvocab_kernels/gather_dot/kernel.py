@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 # Fixed, not autotuned: a graph capture must not meet a search, and the interpreter takes one configuration only.
-# Of 40 on an H200 (d 640 to 4096, B 1 to 64, k 256 and 2048) these came out best on average, 15 % from each one's best.
+# Measured on an H200 over 12 shapes (d 640 to 4096, B 1 to 64): on average 15 %, at worst 53 % (d = 4096, B = 1,
+# k = 256: 5.1 against 3.4 µs) slower than the best of all tiles tried for each shape.
 BLOCK_K = 2
 MAX_BLOCK_D = 1024
 NUM_WARPS = 1
