@@ -1,0 +1,152 @@
+"""Measure an exported draft: acceptance length, candidate recall, speed, and that the output is the target's own.
+
+    python scripts/evaluate.py +experiment=quickstart
+    python scripts/evaluate.py +experiment=qwen3_8b eval.prompts=spec_bench.jsonl eval.max_new_tokens=1024
+
+Reads ``output_dir/export/``, writes ``output_dir/evaluation.json`` and the checkpoint's model card. Compared are plain
+decoding, an untrained draft of the same shape, the draft with the full vocabulary and with the speculated one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_gen.chat import encode_prompt
+from data_gen.prompts import Prompt, load_prompts
+from specvocab_model.cli import hydra_main
+from specvocab_model.config import Config, ConfigError, HeadConfig
+from specvocab_model.decode import place_draft
+from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.evaluation import EvalPrompt, Variant, evaluate
+from specvocab_model.export import add_evaluation
+from specvocab_model.heads import build_head
+from specvocab_model.target import TORCH_DTYPES, Target, load_spec
+
+
+@hydra_main
+def main(config: Config) -> None:
+    result = run(config)
+    print(table(result))
+    print(f"written to {Path(config.output_dir, 'evaluation.json')}")
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Evaluate the checkpoint of ``config`` and record the result; returns what ``evaluation.json`` holds.
+
+    Raises:
+        ConfigError: checkpoint, prompts or target are missing or do not belong together.
+    """
+    folder = Path(config.output_dir, "export")
+    if not (folder / "config.json").is_file():
+        command = shlex.join(["python", "scripts/export.py", *sys.argv[1:]])
+        raise ConfigError(f"{folder} holds no exported draft; make it with: {command}")
+    prompts = load_prompts(config.eval.prompts, config.eval.num_prompts)
+    model = SpecVocabDraft.from_pretrained(folder, target_spec=load_spec(config.target))
+    target = Target.load(
+        config.target,
+        device="cuda" if torch.cuda.is_available() and not config.distributed.cpu else "cpu",
+        feature_layers=model.architecture.feature_layers,
+        dtype=TORCH_DTYPES[config.eval.dtype],
+    )
+    evaluation = evaluate(
+        target,
+        make_variants(target, model, config.seed),
+        [as_tokens(target, prompt) for prompt in prompts],
+        max_new_tokens=config.eval.max_new_tokens,
+        num_draft_tokens=config.eval.num_draft_tokens,
+        temperature=config.eval.temperature,
+        seed=config.seed,
+    )
+    result = {
+        "target": config.target.model,
+        "prompts": config.eval.prompts,
+        "num_prompts": len(prompts),
+        "max_new_tokens": config.eval.max_new_tokens,
+        "num_draft_tokens": config.eval.num_draft_tokens,
+        "temperature": config.eval.temperature,
+        "dtype": config.eval.dtype,
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "cpu",
+        **evaluation.to_dict(),
+    }
+    add_evaluation(folder, result)
+    path = Path(config.output_dir, "evaluation.json")
+    path.with_suffix(".tmp").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    os.replace(path.with_suffix(".tmp"), path)
+    return result
+
+
+def make_variants(target: Target, model: SpecVocabDraft, seed: int) -> dict[str, Variant]:
+    """What is compared: the draft with each head that it has, and the same layer as it was before training."""
+    torch.manual_seed(seed)
+    untrained = place_draft(SpecVocabDraft(model.architecture, HeadConfig(type="full")), target)
+    place_draft(model, target)
+    variants = {
+        "untrained": Variant(model=untrained, head=build_head("full", target, untrained)),
+        "full": Variant(model=model, head=build_head("full", target, model)),
+    }
+    if model.speculator is not None:
+        variants["speculative"] = Variant(model=model, head=build_head("speculative", target, model))
+    return variants
+
+
+def as_tokens(target: Target, prompt: Prompt) -> EvalPrompt:
+    """Raises ConfigError if the target's chat template refuses the conversation."""
+
+    def encode_turn(answers: list[str]) -> list[int]:
+        return encode_prompt(target.tokenizer, prompt.conversation(answers))
+
+    try:
+        encode_turn([""] * (prompt.num_turns - 1))  # before the first is decoded
+    except ValueError as error:
+        raise ConfigError(f"prompt {prompt.id!r} cannot be put to {target.spec.name}: {error}") from error
+    return EvalPrompt(id=prompt.id, category=prompt.category, num_turns=prompt.num_turns, encode_turn=encode_turn)
+
+
+def table(result: dict[str, Any]) -> str:
+    """``result`` for a person."""
+    speed = result["tokens_per_second"]
+    lines = [
+        f"{result['target']} ({result['dtype']}, {result['device']}), {result['num_prompts']} prompts of "
+        f"{result['prompts']}, {result['num_draft_tokens']} draft tokens, temperature {result['temperature']}",
+        f"{'':16}{'τ':>8}{'tokens/s':>12}{'speed-up':>10}   accepted at each position",
+        f"{'autoregressive':16}{1:8.2f}{speed['autoregressive']:12.1f}{1:10.2f}",
+    ]
+    for name, tau in result["tau"].items():
+        accepted = " ".join(f"{share:.2f}" for share in result["details"][name]["acceptance_per_position"])
+        ratio = speed[name] / speed["autoregressive"]
+        lines.append(f"{name:16}{tau:8.2f}{speed[name]:12.1f}{ratio:10.2f}   {accepted}")
+    categories = list(result["details"]["autoregressive"]["tau_per_category"])
+    if len(categories) > 1:
+        lines += ["", f"{'τ by category':26}" + "".join(f"{name:>13}" for name in result["tau"])]
+        for category in categories:
+            taus = [result["details"][name]["tau_per_category"][category] for name in result["tau"]]
+            lines.append(f"{category:26}" + "".join(f"{tau:13.2f}" for tau in taus))
+    lines += ["", *conclusions(result)]
+    return "\n".join(lines)
+
+
+def conclusions(result: dict[str, Any]) -> list[str]:
+    """Recall and losslessness in words."""
+    lines = []
+    recall = result["candidate_recall"]
+    if recall is not None and recall["num_positions"]:
+        lines.append(f"the candidates hold the target's first choice in {recall['target_top1']:.2%} and the draft's in "
+                     f"{recall['draft_top1']:.2%} of {recall['num_positions']} positions")
+    if result["lossless"] is not None:
+        lines.append(f"every output is the target's own, token for token: {'yes' if result['lossless'] else 'NO'}")
+    for name, detail in result["details"].items():
+        for found in detail["differences"]:
+            lines.append(f"  {name}: prompt {found['id']}, turn {found['turn']}, new token {found['position']}: "
+                         f"the target's two best logits are {found['top2_gap']:.2g} apart")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

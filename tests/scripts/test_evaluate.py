@@ -1,0 +1,126 @@
+"""scripts/evaluate.py on a tiny target: from an exported checkpoint to evaluation.json, table and model card."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from specvocab_model.config import Config, ConfigError, DataConfig, EvalConfig, HeadConfig, TargetConfig
+from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.export import Provenance, save_checkpoint
+from specvocab_model.target import load_spec
+from tests.tiny import tiny_target_folder
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SPEC_BENCH = [
+    {"question_id": 81, "category": "writing", "turns": ["Compose a post.", "Rewrite it."]},
+    {"question_id": 161, "category": "coding", "turns": ["Sort a list."]},
+]
+CHAT = [{"messages": [{"role": "user", "content": "Hello"}]}]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("scripts_evaluate", REPOSITORY / "scripts" / "evaluate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target_folder(tmp_path_factory.mktemp("target"), "qwen3")
+
+
+@pytest.fixture
+def config(tmp_path: Path, target_folder: Path) -> Config:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in SPEC_BENCH))
+    return Config(
+        run_name="tiny",
+        output_dir=str(tmp_path / "run"),
+        target=TargetConfig(model=str(target_folder), dtype="bfloat16"),
+        head=HeadConfig(num_candidates=50),
+        data=DataConfig(train_path="t", validation_path="v"),
+        eval=EvalConfig(prompts=str(prompts), max_new_tokens=10, num_draft_tokens=2),
+    )
+
+
+def export(config: Config) -> None:
+    spec = load_spec(config.target)
+    model = SpecVocabDraft.build(spec, config.draft, config.head)
+    save_checkpoint(Path(config.output_dir, "export"), model, spec, Provenance())
+
+
+def test_spec_bench_from_checkpoint_to_table(script: ModuleType, config: Config):
+    export(config)
+    result = script.run(config)
+    assert json.loads(Path(config.output_dir, "evaluation.json").read_text()) == result
+    assert list(result["tau"]) == ["untrained", "full", "speculative"]
+    assert set(result["details"]["full"]["tau_per_category"]) == {"writing", "coding"}
+    assert result["lossless"] is True
+    assert result["num_prompts"] == 2
+    assert 0 <= result["candidate_recall"]["target_top1"] <= 1
+
+    table = script.table(result)
+    for row in ("autoregressive", "untrained", "full", "speculative", "writing", "coding"):
+        assert row in table
+    assert "token for token: yes" in table
+    card = Path(config.output_dir, "export", "README.md").read_text()
+    assert f"| speculative | {result['tau']['speculative']:.3f} |" in card
+
+
+def test_chat_prompts_and_a_draft_without_speculator(script: ModuleType, config: Config):
+    Path(config.eval.prompts).write_text(json.dumps(CHAT[0]))
+    config.head.type = "full"
+    export(config)
+    result = script.run(config)
+    assert list(result["tau"]) == ["untrained", "full"]
+    assert result["candidate_recall"] is None
+    assert script.table(result)
+
+
+def test_only_the_first_prompts_are_asked(script: ModuleType, config: Config):
+    export(config)
+    config.eval = replace(config.eval, num_prompts=1)
+    assert script.run(config)["num_prompts"] == 1
+
+
+def test_differences_are_shown(script: ModuleType, config: Config):
+    export(config)
+    result = script.run(config)
+    found = {"id": "81", "turn": 1, "position": 4, "top2_gap": 1.5e-6}
+    result["details"]["full"]["differences"], result["lossless"] = [found], False
+    table = script.table(result)
+    assert "token for token: NO" in table
+    assert "full: prompt 81, turn 1, new token 4: the target's two best logits are 1.5e-06 apart" in table
+
+
+def test_missing_prompts_are_named(script: ModuleType, config: Config):
+    export(config)
+    Path(config.eval.prompts).unlink()
+    with pytest.raises(ConfigError, match=r"no prompt file .*prompts\.jsonl"):
+        script.run(config)
+
+
+def test_a_draft_of_another_target_is_refused(script: ModuleType, config: Config, tmp_path: Path):
+    export(config)
+    config.target.model = str(tiny_target_folder(tmp_path / "other", "qwen3", seed=1))
+    with pytest.raises(ConfigError, match="fingerprint"):
+        script.run(config)
+
+
+def test_a_missing_checkpoint_names_the_command_that_makes_it(
+    script: ModuleType, config: Config, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "argv", ["scripts/evaluate.py", "+experiment=qwen3_8b", "run_name=a b"])
+    expected = "make it with: python scripts/export.py +experiment=qwen3_8b 'run_name=a b'"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        script.run(config)
