@@ -86,15 +86,20 @@ def tiny_config(
     )
 
 
-def tiny_model(kind: str, *, seed: int = 0, **config_kwargs) -> PreTrainedModel:
+def random_model(config: PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     """A random fp32 model. The global random state is left as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(kind, **config_kwargs), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _randomise(model)
     model.generation_config.eos_token_id = list(EOS_IDS)
     model.generation_config.pad_token_id = PAD_ID
     return model.eval()
+
+
+def tiny_model(kind: str, *, seed: int = 0, **config_kwargs) -> PreTrainedModel:
+    """A random fp32 model of one of ``KINDS``; ``config_kwargs`` as ``tiny_config`` takes them."""
+    return random_model(tiny_config(kind, **config_kwargs), seed=seed)
 
 
 @torch.no_grad()
@@ -115,11 +120,16 @@ def _randomise(model: PreTrainedModel) -> None:
             parameter.normal_(std=1.5 / parameter.shape[-1] ** 0.5)
 
 
-def tiny_target_folder(path: Path, kind: str, **model_kwargs) -> Path:
-    """Write a tiny model and its tokenizer to ``path`` as ``save_pretrained`` does; returns ``path``."""
-    tiny_model(kind, **model_kwargs).save_pretrained(path)
+def save_target(model: PreTrainedModel, path: Path, **save_kwargs) -> Path:
+    """Write ``model`` and the tiny tokenizer to ``path`` as ``save_pretrained`` does; returns ``path``."""
+    model.save_pretrained(path, **save_kwargs)
     tiny_tokenizer().save_pretrained(path)
     return Path(path)
+
+
+def tiny_target_folder(path: Path, kind: str, **model_kwargs) -> Path:
+    """Write a tiny model and its tokenizer to the folder ``path``; returns ``path``."""
+    return save_target(tiny_model(kind, **model_kwargs), path)
 
 
 def tiny_target(kind: str, tmp_path: Path, *, dtype: torch.dtype = torch.float32, **model_kwargs) -> Target:

@@ -1,0 +1,355 @@
+"""The target: features, final hidden state, logits, packing, spec, fingerprint, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from specvocab_model.config import ConfigError, TargetConfig
+from specvocab_model.target import Target, default_feature_layers, load_spec, resolve_model, target_cache_dir
+from specvocab_model.target_spec import LAYOUTS
+from tests import tiny
+
+# What makes each model type special, made visible; the rest is the same small model.
+SPECIFICS = {
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"logit_scale": 0.25, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 4},
+    "gemma2": {"final_logit_softcapping": 3.0, "sliding_window": 6},
+    "gemma3_text": {"final_logit_softcapping": 3.0, "sliding_window": 6},
+    "granite": {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
+    "mistral": {"sliding_window": 6},
+    "olmo3": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+def attention_for(model_type: str) -> str:
+    return LAYOUTS[model_type].attention[0]
+
+
+@pytest.fixture(scope="module")
+def layout_folder(tmp_path_factory: pytest.TempPathFactory):
+    """Folder of a random tiny model of any supported type, made once."""
+    made: dict[str, Path] = {}
+
+    def make(model_type: str) -> Path:
+        if model_type not in made:
+            config = AutoConfig.for_model(
+                model_type, vocab_size=tiny.TOKENIZER_LENGTH + 3, hidden_size=48, intermediate_size=64,
+                num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+                pad_token_id=tiny.PAD_ID, bos_token_id=None, eos_token_id=list(tiny.EOS_IDS),
+                **SPECIFICS.get(model_type, {}),
+            )
+            made[model_type] = tiny.save_target(tiny.random_model(config), tmp_path_factory.mktemp(model_type))
+        return made[model_type]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def layout_target(layout_folder):
+    def load(model_type: str, **kwargs) -> Target:
+        config = TargetConfig(model=str(layout_folder(model_type)), attn_implementation=attention_for(model_type))
+        return Target.load(config, device="cpu", **{"dtype": torch.float32, **kwargs})
+
+    return load
+
+
+def token_ids(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- features, final hidden state, logits ----
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_forward_equals_the_whole_model(layout_target, model_type: str) -> None:
+    target = layout_target(model_type, feature_layers=(1, 4, 7))
+    ids = token_ids(2, 20)
+    expected = target.model(ids, output_hidden_states=True)
+    output = target.forward(ids)
+    features = torch.cat([expected.hidden_states[layer] for layer in (1, 4, 7)], dim=-1)
+    torch.testing.assert_close(output.features, features, rtol=0, atol=1e-6)
+    assert output.final_hidden.shape == (2, 20, 48)
+    torch.testing.assert_close(target.logits(output.final_hidden), expected.logits, rtol=1e-5, atol=1e-6)
+    assert output.past_key_values is None
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_tied_and_untied_heads(kind: str, tie: bool, tmp_path: Path) -> None:
+    target = tiny.tiny_target(kind, tmp_path, tie=tie)
+    tied = target.lm_head_weight.data_ptr() == target.model.get_input_embeddings().weight.data_ptr()
+    assert tied == tie
+    assert target.lm_head_weight.shape == (target.spec.vocab_size, target.spec.hidden_size)
+    assert target.spec.vocab_size > len(target.tokenizer)
+    ids = token_ids(1, 9)
+    torch.testing.assert_close(target.logits(target.forward(ids).final_hidden), target.model(ids).logits)
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_embed_is_what_enters_the_decoder(layout_target, model_type: str) -> None:
+    target = layout_target(model_type)
+    ids = token_ids(1, 5)
+    first = target.model(ids, output_hidden_states=True).hidden_states[0]
+    scale = 2.0 if model_type == "granite" else 1.0  # Granite multiplies outside its embedding module
+    torch.testing.assert_close(target.embed(ids) * scale, first)
+
+
+def test_lm_head_is_never_run_by_forward(layout_target) -> None:
+    target = layout_target("llama")
+    target.model.lm_head.register_forward_hook(lambda *_: pytest.fail("lm_head was run"))
+    target.forward(token_ids(1, 4))
+
+
+def test_hooks_are_gone_after_forward_even_after_an_error(layout_target) -> None:
+    target = layout_target("llama")
+    target.forward(token_ids(1, 4))
+    with pytest.raises(IndexError):
+        target.forward(torch.full((1, 4), 10**6))
+    assert not any(module._forward_pre_hooks for module in target.model.modules())
+
+
+def test_gradients_reach_the_hidden_state_and_nothing_of_the_target(layout_target) -> None:
+    target = layout_target("gemma2")
+    output = target.forward(token_ids(1, 4))
+    assert not output.features.requires_grad and not output.final_hidden.requires_grad
+    hidden = output.final_hidden.clone().requires_grad_()
+    target.logits(hidden).square().sum().backward()
+    assert hidden.grad is not None and hidden.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+
+
+def test_logits_are_fp32_whatever_the_dtypes(layout_target) -> None:
+    target = layout_target("llama", dtype=torch.bfloat16)
+    hidden = torch.randn(3, 48, generator=torch.Generator().manual_seed(0))
+    logits = target.logits(hidden)
+    assert logits.dtype == torch.float32 and target.lm_head_weight.dtype == torch.bfloat16
+    exact = hidden.double() @ target.lm_head_weight.double().T
+    torch.testing.assert_close(logits.double(), exact, rtol=0.03, atol=0.03)
+
+
+# ---- packing, padding, caches ----
+
+DOCUMENTS = ([9, 1, 14], [1, 16, 7])  # lengths of the documents of two packed rows
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_packed_documents_do_not_see_each_other(layout_target, model_type: str) -> None:
+    """Documents are longer than the sliding windows, so both kinds of layer are put to the test."""
+    target = layout_target(model_type)
+    ids = token_ids(2, 24)
+    position_ids = torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in DOCUMENTS])
+    packed = target.forward(ids, position_ids=position_ids)
+    for row, lengths in enumerate(DOCUMENTS):
+        start = 0
+        for length in lengths:
+            document = slice(start, start + length)
+            alone = target.forward(ids[row : row + 1, document])
+            torch.testing.assert_close(packed.features[row, document], alone.features[0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(packed.final_hidden[row, document], alone.final_hidden[0], rtol=1e-4, atol=1e-4)
+            start += length
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_cache_continues_the_sequence(kind: str, tmp_path: Path) -> None:
+    target = tiny.tiny_target(kind, tmp_path)
+    ids = token_ids(1, 18)
+    whole = target.forward(ids)
+    cache = DynamicCache(config=target.model.config)
+    chunks = [target.forward(chunk, past_key_values=cache) for chunk in ids.split([8, 1, 4, 5], dim=1)]
+    assert all(chunk.past_key_values is cache for chunk in chunks) and cache.get_seq_length() == 18
+    features = torch.cat([chunk.features for chunk in chunks], dim=1)
+    torch.testing.assert_close(features, whole.features, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_left_padding_changes_nothing(kind: str, tmp_path: Path) -> None:
+    target = tiny.tiny_target(kind, tmp_path)
+    ids = token_ids(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    padded = target.forward(ids, attention_mask=mask)  # positions are off by five, which rotary attention cannot see
+    alone = target.forward(ids[1:, 5:])
+    torch.testing.assert_close(padded.features[1, 5:], alone.features[0], rtol=1e-4, atol=1e-4)
+
+
+# ---- spec ----
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_spec_facts(kind: str, tmp_path: Path) -> None:
+    target = tiny.tiny_target(kind, tmp_path, vocab_size=300)
+    spec, config = target.spec, target.model.config
+    assert spec == load_spec(tiny.tiny_target_config(tmp_path / f"target-{kind}", kind))
+    assert (spec.hidden_size, spec.vocab_size, spec.num_hidden_layers) == (48, 300, 8)
+    assert (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim) == (4, 2, 20)
+    assert (spec.intermediate_size, spec.max_position_embeddings) == (96, 512)
+    assert spec.rms_norm_eps == config.rms_norm_eps
+    assert spec.eos_token_ids == tiny.EOS_IDS == tuple(target.model.generation_config.eos_token_id)
+    assert spec.pad_token_id == tiny.PAD_ID
+    assert spec.logit_softcap == (5.0 if kind == "gemma2" else None)
+    assert isinstance(spec.rope_parameters["rope_theta"], float)
+    assert target.feature_layers == default_feature_layers(8) == (2, 4, 5)
+
+
+def test_rope_of_the_full_attention_layers_and_its_scaling_are_kept(tmp_path: Path) -> None:
+    spec = load_spec(tiny.tiny_target_config(tiny.tiny_target_folder(tmp_path / "gemma", "gemma3"), "gemma3"))
+    assert spec.rope_parameters["rope_theta"] == 1_000_000.0  # the sliding layers use 10 000
+    folder = tiny.tiny_target_folder(tmp_path / "llama", "llama")
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128}
+    edit_json(folder / "config.json", rope_parameters=rope)
+    assert load_spec(TargetConfig(model=str(folder))).rope_parameters == rope
+
+
+def test_eos_ids_come_from_where_generate_takes_them(tmp_path: Path) -> None:
+    folder = tiny.tiny_target_folder(tmp_path / "target", "llama")
+    config = TargetConfig(model=str(folder))
+    edit_json(folder / "generation_config.json", eos_token_id=7)
+    assert load_spec(config).eos_token_ids == (7,)
+    (folder / "generation_config.json").unlink()
+    assert load_spec(config).eos_token_ids == tiny.EOS_IDS
+    edit_json(folder / "config.json", eos_token_id=None)
+    assert load_spec(config).eos_token_ids == (tiny.IM_END_ID,)  # the tokenizer's
+
+
+# ---- fingerprint ----
+
+
+def test_fingerprint_is_the_weights_not_their_storage(tmp_path: Path) -> None:
+    folder = tiny.tiny_target_folder(tmp_path / "original", "llama", num_hidden_layers=12)  # "10" < "2"
+    config = TargetConfig(model=str(folder))
+    fingerprint = load_spec(config).fingerprint
+    for dtype in (torch.float32, torch.bfloat16):
+        target = Target.load(config, device="cpu", dtype=dtype)
+        assert target.spec.fingerprint == fingerprint
+        for name, max_shard_size in (("whole", "1GB"), ("shards", "100KB")):
+            copy = tiny.save_target(target.model, tmp_path / f"{name}-{dtype}", max_shard_size=max_shard_size)
+            assert (copy / "model.safetensors.index.json").exists() == (name == "shards")
+            assert load_spec(TargetConfig(model=str(copy))).fingerprint == fingerprint
+
+
+def test_fingerprint_tells_a_fine_tuned_sibling(tmp_path: Path) -> None:
+    """One projection of one layer changed by little: config, tokenizer and embeddings are all the same."""
+    model = tiny.tiny_model("qwen3")
+    before = load_spec(TargetConfig(model=str(tiny.save_target(model, tmp_path / "before")))).fingerprint
+    with torch.no_grad():
+        model.model.layers[5].self_attn.v_proj.weight.mul_(1.02)
+    after = load_spec(TargetConfig(model=str(tiny.save_target(model, tmp_path / "after")))).fingerprint
+    assert before != after
+
+
+def test_fingerprint_tells_another_seed_and_another_softcap(tmp_path: Path) -> None:
+    folder = tiny.tiny_target_folder(tmp_path / "seed0", "gemma2", seed=0)
+    other = tiny.tiny_target_folder(tmp_path / "seed1", "gemma2", seed=1)
+    specs = [load_spec(tiny.tiny_target_config(path, "gemma2")) for path in (folder, other)]
+    edit_json(folder / "config.json", final_logit_softcapping=7.0)
+    specs.append(load_spec(tiny.tiny_target_config(folder, "gemma2")))
+    assert len({spec.fingerprint for spec in specs}) == 3
+
+
+# ---- where a target is found, and what is refused ----
+
+
+def edit_json(file: Path, **changes) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.fixture
+def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing cached anywhere, and a hub that refuses connections. Returns the hub's empty cache."""
+    monkeypatch.setenv("SPECVOCAB_CACHE", str(tmp_path / "specvocab"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_target_that_is_nowhere_names_the_command(no_hub, monkeypatch, offline: bool) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    with pytest.raises(ConfigError, match=r"owner/name.*python scripts/fetch_target.py owner/name") as caught:
+        resolve_model(TargetConfig(model="owner/name"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_folder_is_not_taken_for_a_hub_id(no_hub) -> None:
+    with pytest.raises(ConfigError, match=r"models/a/b' is neither a folder nor a hub id"):
+        resolve_model(TargetConfig(model="./models/a/b"))
+
+
+def test_a_fetched_target_answers_to_its_hub_id(no_hub) -> None:
+    folder = tiny.tiny_target_folder(target_cache_dir() / "owner--name", "llama")
+    assert resolve_model(TargetConfig(model="owner/name")) == folder
+    assert load_spec(TargetConfig(model="owner/name")).name == "owner/name"
+
+
+def test_the_hubs_own_cache_is_used_without_the_hub(no_hub, tmp_path: Path) -> None:
+    repository = no_hub / "models--owner--name"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tiny.tiny_target_folder(repository / "snapshots" / commit, "llama")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    assert resolve_model(TargetConfig(model="owner/name")) == snapshot
+    (snapshot / "model.safetensors").unlink()  # only the tokenizer had been downloaded
+    with pytest.raises(ConfigError, match="fetch_target"):
+        resolve_model(TargetConfig(model="owner/name"))
+
+
+def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
+    folder = tiny.save_target(tiny.tiny_model("llama"), tmp_path / "target", max_shard_size="100KB")
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ConfigError, match=shard.name):
+        load_spec(TargetConfig(model=str(folder)))
+    with pytest.raises(ConfigError, match=r"no absent\.gguf"):
+        load_spec(TargetConfig(model=str(folder), gguf_file="absent.gguf"))
+
+
+def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("gpt2", n_embd=8, n_layer=2, n_head=2, vocab_size=300)
+    folder = tiny.save_target(AutoModelForCausalLM.from_config(config), tmp_path / "target")
+    with pytest.raises(ConfigError, match=r"type 'gpt2'; supported are .*llama") as caught:
+        load_spec(TargetConfig(model=str(folder)))
+    assert "\n" not in str(caught.value)
+    edit_json(folder / "config.json", model_type="no_such_type")
+    with pytest.raises(ConfigError, match="no_such_type"):
+        load_spec(TargetConfig(model=str(folder)))
+
+
+@pytest.mark.parametrize(("kind", "attention"), [("llama", "flash_attention_2"), ("gemma2", "sdpa")])
+def test_attention_that_would_mix_documents_is_refused(kind: str, attention: str, tmp_path: Path) -> None:
+    folder = tiny.tiny_target_folder(tmp_path / "target", kind)
+    with pytest.raises(ConfigError, match=f"{attention}.* use .*eager"):
+        load_spec(TargetConfig(model=str(folder), attn_implementation=attention))
+
+
+@pytest.mark.parametrize("layers", [(0, 4, 5), (2, 4, 8), (2, 2, 5), (5, 4, 2), (2, 4)])
+def test_impossible_feature_layers_are_refused(layout_target, layers: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="feature_layers"):
+        layout_target("llama", feature_layers=layers)
+
+
+def test_an_lm_head_with_bias_or_of_another_size_is_refused(layout_target) -> None:
+    target = layout_target("llama")
+    with pytest.raises(ConfigError, match="lm_head"):
+        Target(replace(target.spec, vocab_size=10), target.model, target.tokenizer)
+    target.model.lm_head = nn.Linear(48, target.spec.vocab_size, bias=True)
+    with pytest.raises(ConfigError, match="bias-free"):
+        Target(target.spec, target.model, target.tokenizer)
+
+
+def test_a_target_without_any_eos_is_refused(tmp_path: Path) -> None:
+    folder = tiny.tiny_target_folder(tmp_path / "target", "llama")
+    (folder / "generation_config.json").unlink()
+    edit_json(folder / "config.json", eos_token_id=None)
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(ConfigError, match="no EOS"):
+        load_spec(TargetConfig(model=str(folder)))
