@@ -74,13 +74,14 @@ def plan(config: Config) -> list[Stage]:
         Stage(
             name="generate",
             script="data_gen/main.py",
-            settings={"prompts": prompts} | {key: nodes[key] for key in ("seed", "target", "generation", "data")},
+            settings={"prompts": prompts, "folders": [config.data.train_path, config.data.validation_path]}
+            | {key: nodes[key] for key in ("seed", "target", "generation")},
             result=Path(config.data.train_path, MANIFEST_FILE),
         ),
         Stage(
             name="train",
             script="train/main.py",
-            settings={key: nodes[key] for key in ("draft", "head", "trainer", "optim", "distributed")},
+            settings={key: nodes[key] for key in ("draft", "head", "data", "trainer", "optim", "distributed")},
             result=output / "final" / "training.json",
         ),
         Stage(name="export", script="scripts/export.py", settings={}, result=output / "export" / "config.json"),

@@ -39,7 +39,7 @@ def write(stage: Stage, program: str) -> None:
     ("seed=1", "generate"),
     ("target=gemma3_270m", "generate"),
     ("generation.max_new_tokens=7", "generate"),
-    ("data.seq_len=7", "generate"),
+    ("data.seq_len=7", "train"),
     ("head.num_candidates=7", "train"),
     ("optim.lr=7", "train"),
     ("draft.num_unroll_steps=2", "train"),
