@@ -1,0 +1,67 @@
+"""Magpie: prompts that the target invents itself (Xu et al. 2024, https://arxiv.org/abs/2406.08464).
+
+Given its chat template up to where a user's words begin, an instruct model writes what a user would say. No data set is
+needed, and the questions are of the kind that the target was tuned on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from data_gen.chat import user_turn
+from data_gen.engines import SamplingParams
+from data_gen.prompts import Prompt
+from data_gen.stage import Stage
+from specvocab_model.config import Config, ConfigError
+from specvocab_model.target import TargetSpec
+
+MIN_TOKENS = 4  # less is no question
+
+
+def magpie_stage(config: Config, spec: TargetSpec, tokenizer: PreTrainedTokenizerBase) -> Stage:
+    """Sample ``generation.magpie_prompts`` user turns into a folder beside the training data.
+
+    Raises:
+        ConfigError: the chat template does not allow it.
+    """
+    try:
+        turn = user_turn(tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"generation.magpie_prompts={config.generation.magpie_prompts}: {error}; "
+                          "set it to 0 and give generation.prompt_files") from error
+    train_path = Path(config.data.train_path)
+    return Stage(
+        name="magpie",
+        folder=train_path.with_name(f"{train_path.name}-magpie"),
+        prompts=[Prompt(id=f"magpie-{index:07d}", source="magpie", category="magpie", messages=())
+                 for index in range(config.generation.magpie_prompts)],
+        encode=lambda _: turn.header_ids,
+        params=SamplingParams(
+            max_new_tokens=config.generation.magpie_max_new_tokens,
+            stop_token_ids=tuple(dict.fromkeys((turn.end_token_id, *spec.eos_token_ids))),
+            temperature=config.generation.magpie_temperature,
+        ),
+        role="user",
+    )
+
+
+def invented_prompts(rows: Iterable[dict[str, Any]]) -> tuple[list[Prompt], Counter[str]]:
+    """The usable user turns among the rows of a Magpie stage, and how many were dropped for which reason."""
+    prompts: list[Prompt] = []
+    dropped: Counter[str] = Counter()
+    for row in rows:
+        text = json.loads(row["messages"])[-1]["content"].strip()
+        if row["finish_reason"] == "length":
+            dropped["unfinished"] += 1
+        elif row["num_loss_tokens"] - 1 < MIN_TOKENS or not text:
+            dropped["too short"] += 1
+        else:
+            prompts.append(Prompt(id=row["id"], source="magpie", category="magpie",
+                                  messages=({"role": "user", "content": text},)))
+    return prompts, dropped

@@ -1,0 +1,70 @@
+"""One training sequence, and what must hold of it whichever engine wrote it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+import pyarrow as pa
+
+FINISH_REASONS = ("stop", "length")
+SCHEMA = pa.schema([
+    ("id", pa.string()),
+    ("source", pa.string()),
+    ("input_ids", pa.list_(pa.int32())),
+    ("loss_mask", pa.list_(pa.int8())),  # 1: the target wrote this token
+    ("num_loss_tokens", pa.int32()),
+    ("finish_reason", pa.string()),
+    ("messages", pa.string()),  # JSON, for people to read; never tokenised again
+])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One training sequence."""
+
+    id: str
+    source: str
+    input_ids: list[int]  # [T]
+    loss_mask: list[int]  # [T], 1 where the target wrote the token, its final stop token included
+    finish_reason: str  # "stop": ends in a stop token; "length": cut
+    messages: list[dict[str, str]] | None = None
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+
+def table_of(rows: Sequence[Row]) -> pa.Table:
+    """Rows as an arrow table of ``SCHEMA``."""
+    records = [{**asdict(row), "num_loss_tokens": row.num_loss_tokens,
+                "messages": row.messages and json.dumps(row.messages, ensure_ascii=False)} for row in rows]
+    return pa.Table.from_pylist(records, SCHEMA)
+
+
+def validate_row(row: Row, *, vocab_size: int, stop_token_ids: frozenset[int]) -> None:
+    """Refuse a row that no engine can have produced.
+
+    Raises:
+        ValueError: naming the row and the rule.
+    """
+    ids, mask = row.input_ids, row.loss_mask
+    marked = [token for token, keep in zip(ids, mask, strict=False) if keep]
+    stops_inside = [token for (token, keep), (_, next_keep) in pairwise(zip(ids, mask, strict=False))
+                    if keep and next_keep and token in stop_token_ids]
+    rules = {
+        f"loss_mask has {len(mask)} entries for {len(ids)} ids": len(mask) == len(ids),
+        "loss_mask holds something else than 0 and 1": set(mask) <= {0, 1},
+        "no token is marked in loss_mask": bool(marked),
+        "the first token is marked in loss_mask, but nothing predicts it": not mask or not mask[0],
+        f"an id lies outside [0, {vocab_size})": all(0 <= token < vocab_size for token in ids),
+        f"finish_reason {row.finish_reason!r} is none of {FINISH_REASONS}": row.finish_reason in FINISH_REASONS,
+        f"finish_reason is {row.finish_reason!r}, but the last response token is {marked[-1:]} with stop tokens "
+        f"{sorted(stop_token_ids)}": bool(marked) and (marked[-1] in stop_token_ids) == (row.finish_reason == "stop"),
+        f"stop tokens {stops_inside} lie inside a response": not stops_inside,
+    }
+    for what_is_wrong, holds in rules.items():
+        if not holds:
+            raise ValueError(f"row {row.id!r}: {what_is_wrong}")

@@ -1,0 +1,272 @@
+"""Training sequences on disk: a folder of parquet shards and a manifest.
+
+One row is one training sequence, its token ids exactly as the engine saw and produced them. A shard is the answers to a
+fixed range of prompts, so it is the unit of work as well: it appears whole (written under a temporary name, synced,
+renamed) or not at all, and whoever continues a killed run makes the shards that are missing. ``manifest.json`` appears
+last; a folder without it is not finished.
+
+Imports neither torch nor transformers: training and its loader workers read data through this file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+
+from data_gen.rows import FINISH_REASONS, SCHEMA, Row, table_of, validate_row
+from specvocab_model.config import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+SCHEMA_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+UNFINISHED_FILE = "manifest.unfinished.json"
+MAKE_COMMAND = "python data_gen/main.py +experiment=NAME"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One finished shard file."""
+
+    file: str
+    num_rows: int
+    num_loss_tokens: int
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a finished folder holds and how it was made. The same settings give the same manifest, byte for byte."""
+
+    schema_version: int
+    target: str  # the name it was loaded by
+    settings: dict[str, Any]  # everything the rows depend on; see ShardWriter
+    num_prompts: int  # more than num_rows where prompts were too long
+    num_rows: int
+    num_tokens: int
+    num_loss_tokens: int
+    finish_reasons: dict[str, int]  # rows by finish reason
+    shards: list[Shard]
+
+    @property
+    def target_fingerprint(self) -> str:
+        return self.settings["target"]["fingerprint"]
+
+
+def read_manifest(folder: Path | str, *, command: str = MAKE_COMMAND) -> Manifest:
+    """Read the manifest of a finished folder.
+
+    Args:
+        command: what the user types to make the folder, for the error message.
+
+    Raises:
+        ConfigError: the folder is missing, not finished, or of another schema version.
+    """
+    folder = Path(folder)
+    if not (folder / MANIFEST_FILE).is_file():
+        state = "is not finished; continue" if (folder / UNFINISHED_FILE).is_file() else "has no data; make"
+        raise ConfigError(f"{folder} {state} it with `{command}`")
+    content = json.loads((folder / MANIFEST_FILE).read_text())
+    if content["schema_version"] != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{folder} has schema version {content['schema_version']}, this code reads {SCHEMA_VERSION}; "
+            f"delete the folder and make it anew with `{command}`"
+        )
+    return Manifest(**{**content, "shards": [Shard(**shard) for shard in content["shards"]]})
+
+
+def load_rows(folder: Path | str, *, command: str = MAKE_COMMAND) -> Dataset:
+    """The rows of a finished folder in prompt order, memory-mapped (through the Arrow cache of ``datasets``).
+
+    Raises:
+        ConfigError: the folder is missing or not finished, or a shard is not as the manifest describes it.
+    """
+    import datasets  # half a second, which the writing side need not pay
+
+    manifest = read_manifest(folder, command=command)
+    paths = [Path(folder) / shard.file for shard in manifest.shards]
+    for path, shard in zip(paths, manifest.shards, strict=True):
+        num_bytes = path.stat().st_size if path.is_file() else None
+        if num_bytes != shard.num_bytes:
+            found = "is missing" if num_bytes is None else f"has {num_bytes} bytes instead of {shard.num_bytes}"
+            raise ConfigError(f"{path} {found}; delete it and {MANIFEST_FILE}, then make it anew with `{command}`")
+    if not paths:
+        return datasets.Dataset(SCHEMA.empty_table())
+    return datasets.Dataset.from_parquet([str(path.resolve()) for path in paths])
+
+
+class ShardWriter:
+    """Makes one folder, by one process or several that share the file system; a killed run is continued."""
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        target: str,
+        settings: dict[str, Any],
+        num_prompts: int,
+        rows_per_shard: int,
+        vocab_size: int,
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        """
+        Args:
+            settings: whatever decides the content of the rows, as nested dicts of JSON values; holds
+                ``target.fingerprint``. A folder begun with other settings is refused.
+            num_prompts: shard ``i`` holds the answers to prompts ``[i * rows_per_shard, (i + 1) * rows_per_shard)``.
+            vocab_size: rows of the target's ``lm_head``; every id must be smaller.
+            stop_token_ids: ids that end a response, and appear nowhere else in it.
+        """
+        self.folder = Path(folder)
+        self.target = target
+        self.settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file that it is compared with
+        self.num_prompts = num_prompts
+        self.rows_per_shard = rows_per_shard
+        self.vocab_size = vocab_size
+        self.stop_token_ids = frozenset(stop_token_ids)
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_prompts // self.rows_per_shard)
+
+    def prompt_range(self, index: int) -> slice:
+        return slice(index * self.rows_per_shard, min((index + 1) * self.rows_per_shard, self.num_prompts))
+
+    def path(self, index: int) -> Path:
+        return self.folder / f"shard-{index:05d}.parquet"
+
+    def open(self) -> Manifest | None:
+        """Begin or continue the folder; returns its manifest if nothing is left to do.
+
+        All ranks may call this at once: they would write the same file.
+
+        Raises:
+            ConfigError: the folder was made or begun with other settings.
+        """
+        finished, unfinished = self.folder / MANIFEST_FILE, self.folder / UNFINISHED_FILE
+        for file in (finished, unfinished):
+            if file.is_file():
+                self._check_settings(json.loads(file.read_text()))
+        if finished.is_file():
+            return read_manifest(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not unfinished.is_file():
+            if stray := sorted(self.folder.glob("shard-*.parquet")):
+                raise ConfigError(f"{self.folder} holds {stray[0].name} but no manifest, so nobody knows how it was "
+                                  f"made; delete the folder or name another")
+            _write_json(unfinished, {"schema_version": SCHEMA_VERSION, "settings": self.settings})
+        return None
+
+    def missing_shards(self) -> list[int]:
+        return [index for index in range(self.num_shards) if not self.path(index).exists()]
+
+    def write(self, index: int, rows: Sequence[Row]) -> None:
+        """Write shard ``index``.
+
+        Raises:
+            ValueError: a row contradicts itself or the target.
+        """
+        for row in rows:
+            validate_row(row, vocab_size=self.vocab_size, stop_token_ids=self.stop_token_ids)
+        with _appearing_whole(self.path(index)) as file:
+            pq.write_table(table_of(rows), file, compression="zstd")
+
+    def finalise(self) -> Manifest:
+        """Write the manifest; called by one process when all shards are there.
+
+        Raises:
+            ValueError: two rows have the same id.
+        """
+        ids: Counter[str] = Counter()
+        reasons = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        num_tokens = 0
+        shards = []
+        for path in map(self.path, range(self.num_shards)):
+            table = pq.read_table(path, columns=["id", "input_ids", "num_loss_tokens", "finish_reason"])
+            ids.update(table["id"].to_pylist())
+            reasons.update(table["finish_reason"].to_pylist())
+            num_tokens += sum(len(chunk.flatten()) for chunk in table["input_ids"].chunks)
+            shards.append(Shard(
+                file=path.name,
+                num_rows=table.num_rows,
+                num_loss_tokens=sum(table["num_loss_tokens"].to_pylist()),
+                num_bytes=path.stat().st_size,
+                sha256=_sha256(path),
+            ))
+        if doubled := [row_id for row_id, count in ids.items() if count > 1]:
+            raise ValueError(f"{self.folder}: {len(doubled)} row ids appear more than once, first {doubled[0]!r}")
+        manifest = Manifest(
+            schema_version=SCHEMA_VERSION,
+            target=self.target,
+            settings=self.settings,
+            num_prompts=self.num_prompts,
+            num_rows=ids.total(),
+            num_tokens=num_tokens,
+            num_loss_tokens=sum(shard.num_loss_tokens for shard in shards),
+            finish_reasons=dict(reasons),
+            shards=shards,
+        )
+        _write_json(self.folder / MANIFEST_FILE, asdict(manifest))
+        (self.folder / UNFINISHED_FILE).unlink()
+        for left_over in self.folder.glob(".*.tmp"):  # of processes that were killed
+            left_over.unlink()
+        return manifest
+
+    def _check_settings(self, made_with: dict[str, Any]) -> None:
+        before = _flat(made_with["settings"]) | {"schema_version": made_with["schema_version"]}
+        now = _flat(self.settings) | {"schema_version": SCHEMA_VERSION}
+        differing = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
+        if differing:
+            listed = ", ".join(f"{key} was {before.get(key)!r} and is now {now.get(key)!r}" for key in differing)
+            raise ConfigError(f"{self.folder} was made with other settings: {listed}. Set them back, give another "
+                              f"folder, or make it anew after `rm -r {shlex.quote(str(self.folder))}`")
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as ``{"sampling.top_p": ...}``."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+@contextmanager
+def _appearing_whole(path: Path) -> Iterator[IO[bytes]]:
+    """Write ``path`` so that it exists with all its content or not at all, even if the machine loses power."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # the new name itself
+    finally:
+        os.close(directory)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with _appearing_whole(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
