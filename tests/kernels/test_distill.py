@@ -10,13 +10,17 @@ from specvocab_kernels.distill import LOSSES, distill
 from specvocab_kernels.distill.reference import distill_reference
 
 
+IMPLS = ("torch", "triton")  # triton: in the interpreter where there is no GPU
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def problem(steps, rows, vocab_size, hidden_size, rank, *, seed=0, scale=1.0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
-    weight = torch.rand(steps, rows, generator=generator)
+    weight = torch.rand(steps, rows, generator=generator).to(DEVICE)
     return {
         "student_hidden": normal(steps, rows, hidden_size).requires_grad_(),
         "teacher_hidden": normal(rows, hidden_size),
@@ -39,8 +43,10 @@ def losses_and_gradients(function, tensors, **options):
     return total.detach(), stats, {name: tensor.grad for name, tensor in tensors.items() if tensor.requires_grad}
 
 
-def assert_matches_truth(tensors, tolerance, chunk_rows=3, **options):
-    total, stats, gradients = losses_and_gradients(distill, tensors, chunk_rows=chunk_rows, collect=True, **options)
+def assert_matches_truth(tensors, tolerance, impl, chunk_rows=3, **options):
+    total, stats, gradients = losses_and_gradients(
+        distill, tensors, impl=impl, chunk_rows=chunk_rows, collect=True, **options
+    )
     expected, expected_stats, truth = losses_and_gradients(distill_reference, to_fp64(tensors), **options)
     torch.testing.assert_close(total.double(), expected.double(), rtol=tolerance, atol=tolerance)
     for name, gradient in gradients.items():
@@ -53,14 +59,18 @@ def assert_matches_truth(tensors, tolerance, chunk_rows=3, **options):
         assert torch.equal(getattr(stats, name), getattr(expected_stats, name)), name
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 @pytest.mark.parametrize("softcap, scale", [(None, 1.0), (5.0, 1.0), (30.0, 0.0625)])
-def test_every_loss_and_its_gradients_match_fp64_autograd(loss, softcap, scale):
+def test_every_loss_and_its_gradients_match_fp64_autograd(impl, loss, softcap, scale):
     tensors = problem(steps=3, rows=7, vocab_size=211, hidden_size=24, rank=5)
-    assert_matches_truth(tensors, 2e-5, loss=loss, logit_softcap=softcap, logit_scale=scale, aux_weight=0.3)
+    assert_matches_truth(
+        tensors, 2e-5, impl=impl, loss=loss, logit_softcap=softcap, logit_scale=scale, aux_weight=0.3
+    )
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize("impl", IMPLS)
+@settings(max_examples=20, deadline=None)
 @given(
     steps=st.integers(1, 4),
     rows=st.integers(1, 20),
@@ -70,76 +80,82 @@ def test_every_loss_and_its_gradients_match_fp64_autograd(loss, softcap, scale):
     seed=st.integers(0, 2**16),
     data=st.data(),
 )
-def test_any_shape_matches(steps, rows, vocab_size, hidden_size, chunk_rows, seed, data):
+def test_any_shape_matches(impl, steps, rows, vocab_size, hidden_size, chunk_rows, seed, data):
     rank = data.draw(st.integers(1, hidden_size))
     tensors = problem(steps, rows, vocab_size, hidden_size, rank, seed=seed)
-    total, _, gradients = losses_and_gradients(distill, tensors, chunk_rows=chunk_rows)
+    total, _, gradients = losses_and_gradients(distill, tensors, impl=impl, chunk_rows=chunk_rows)
     expected, _, truth = losses_and_gradients(distill_reference, to_fp64(tensors))
     torch.testing.assert_close(total.double(), expected.double(), rtol=1e-4, atol=1e-4)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient.double(), truth[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 @pytest.mark.parametrize("teacher_scale, student_scale", [(0.0, 0.0), (1e4, 1.0), (1.0, 1e3), (1e4, 1e3)])
-def test_extreme_logits_never_give_nan(loss, teacher_scale, student_scale):
+def test_extreme_logits_never_give_nan(impl, loss, teacher_scale, student_scale):
     tensors = problem(steps=2, rows=5, vocab_size=97, hidden_size=16, rank=4)
     tensors["teacher_hidden"] = tensors["teacher_hidden"] * teacher_scale
     tensors["student_hidden"] = (tensors["student_hidden"].detach() * student_scale).requires_grad_()
-    total, stats, gradients = losses_and_gradients(distill, tensors, loss=loss, collect=True)
+    total, stats, gradients = losses_and_gradients(distill, tensors, impl=impl, loss=loss, collect=True)
     assert torch.isfinite(total)
     assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
     assert torch.isfinite(stats.entropy).all() and torch.isfinite(stats.loss).all()
 
 
-def test_a_perfect_student_has_no_loss_and_no_gradient():
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_perfect_student_has_no_loss_and_no_gradient(impl):
     tensors = problem(steps=1, rows=4, vocab_size=50, hidden_size=8, rank=8)
     tensors["student_hidden"] = tensors["teacher_hidden"][None].clone().requires_grad_()
-    total, stats, gradients = losses_and_gradients(distill, tensors, aux_weight=0.0, collect=True)
+    total, stats, gradients = losses_and_gradients(distill, tensors, impl=impl, aux_weight=0.0, collect=True)
     assert abs(total) < 1e-5 and gradients["student_hidden"].abs().max() < 1e-5
     assert stats.correct.all()
     torch.testing.assert_close(stats.acceptance, torch.ones_like(stats.acceptance))
 
 
-def test_positions_of_weight_zero_are_without_influence_even_when_nan():
+@pytest.mark.parametrize("impl", IMPLS)
+def test_positions_of_weight_zero_are_without_influence_even_when_nan(impl):
     tensors = problem(steps=2, rows=6, vocab_size=40, hidden_size=8, rank=3)
     tensors["weight"][:, 2] = 0.0
     tensors["weight"][1, 4] = 0.0
-    clean, _, expected = losses_and_gradients(distill, tensors)
+    clean, _, expected = losses_and_gradients(distill, tensors, impl=impl)
     poisoned = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     poisoned["teacher_hidden"][2] = float("nan")
     poisoned["student_hidden"][:, 2] = float("inf")
     poisoned["student_hidden"][1, 4] = float("nan")
     for name in expected:
         poisoned[name].requires_grad_()
-    total, _, gradients = losses_and_gradients(distill, poisoned)
+    total, _, gradients = losses_and_gradients(distill, poisoned, impl=impl)
     assert torch.equal(total, clean)
     for name, gradient in gradients.items():
         assert torch.equal(gradient, expected[name]), name
 
 
-def test_no_row_at_all_gives_zero_loss_and_zero_gradients():
+@pytest.mark.parametrize("impl", IMPLS)
+def test_no_row_at_all_gives_zero_loss_and_zero_gradients(impl):
     tensors = problem(steps=3, rows=0, vocab_size=40, hidden_size=8, rank=3)
-    total, _, gradients = losses_and_gradients(distill, tensors)
+    total, _, gradients = losses_and_gradients(distill, tensors, impl=impl)
     assert total == 0
     assert all(gradient is not None and not gradient.any() for gradient in gradients.values())
 
 
-def test_chunk_size_does_not_change_the_result():
+@pytest.mark.parametrize("impl", IMPLS)
+def test_chunk_size_does_not_change_the_result(impl):
     results = []
     for chunk_rows in (1, 4, 100):
         tensors = problem(steps=2, rows=11, vocab_size=60, hidden_size=8, rank=3)
-        results.append(losses_and_gradients(distill, tensors, chunk_rows=chunk_rows))
+        results.append(losses_and_gradients(distill, tensors, impl=impl, chunk_rows=chunk_rows))
     for total, _, gradients in results[1:]:
         torch.testing.assert_close(total, results[0][0])
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, results[0][2][name], rtol=1e-4, atol=1e-6)
 
 
-def test_bf16_error_is_that_of_plain_bf16_torch():
+@pytest.mark.parametrize("impl", IMPLS)
+def test_bf16_error_is_that_of_plain_bf16_torch(impl):
     tensors = problem(steps=2, rows=16, vocab_size=500, hidden_size=64, rank=8, scale=0.3, dtype=torch.bfloat16)
     _, _, truth = losses_and_gradients(distill_reference, to_fp64(tensors))
-    _, _, ours = losses_and_gradients(distill, tensors)
+    _, _, ours = losses_and_gradients(distill, tensors, impl=impl)
     plain_tensors = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()}
     _, _, plain = losses_and_gradients(distill_reference, plain_tensors)
     for name, wanted in truth.items():
@@ -147,11 +163,12 @@ def test_bf16_error_is_that_of_plain_bf16_torch():
         assert error <= 1.1 * plain_error, f"{name}: {error:.2e} against plain torch's {plain_error:.2e}"
 
 
-def test_the_upstream_gradient_scales_everything():
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_upstream_gradient_scales_everything(impl):
     tensors = problem(steps=1, rows=3, vocab_size=20, hidden_size=4, rank=2)
-    distill(**tensors)[0].backward()
+    distill(**tensors, impl=impl)[0].backward()
     once = {name: tensor.grad.clone() for name, tensor in tensors.items() if tensor.requires_grad}
-    (distill(**tensors)[0] * 2.0).backward()  # accumulates onto the first
+    (distill(**tensors, impl=impl)[0] * 2.0).backward()  # accumulates onto the first
     for name, gradient in once.items():
         torch.testing.assert_close(tensors[name].grad, 3.0 * gradient)
 

@@ -1,10 +1,11 @@
-"""Full-vocabulary distillation of a student and of its vocabulary speculator, in memory that does not grow with tokens."""
+"""Full-vocabulary distillation of a student and its vocabulary speculator, in memory that does not grow with tokens."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from specvocab_kernels._impl import choose_impl
 from specvocab_kernels.distill.chunked import ChunkedDistill, DistillOptions
 from specvocab_kernels.distill.reference import LOSSES, DistillStats
 
@@ -25,6 +26,7 @@ def distill(
     logit_softcap: float | None = None,
     chunk_rows: int = 1024,
     collect: bool = False,
+    impl: str = "auto",
 ) -> tuple[Tensor, DistillStats | None]:
     """Weighted sum of a named loss over all pairs of a teacher row and a student row, against the full vocabulary.
 
@@ -42,12 +44,13 @@ def distill(
         loss: one of ``LOSSES``.
         chunk_rows: teacher rows whose [rows, V] logits exist at one time; bounds the memory.
         collect: also return per-position measurements.
+        impl: "torch" (chunks of plain torch), "triton", or "auto": Triton on a GPU.
 
     Returns:
         fp32 scalar, and ``DistillStats`` when asked for.
 
     Raises:
-        ValueError: shapes that do not fit together, or an unknown loss.
+        ValueError: shapes that do not fit together, an unknown loss, or an ``impl`` that cannot run here.
     """
     steps, rows, hidden_size = student_hidden.shape
     if loss not in LOSSES:
@@ -78,9 +81,14 @@ def distill(
         logit_softcap=logit_softcap,
         chunk_rows=chunk_rows,
     )
+    function: type[torch.autograd.Function] = ChunkedDistill
+    if choose_impl("distill", impl, student_hidden.device) == "triton":
+        from specvocab_kernels.distill.fused import FusedDistill  # needs the package triton
+
+        function = FusedDistill
     stats = DistillStats.empty((steps, rows), student_hidden.device) if collect else None
     with torch.autocast(student_hidden.device.type, enabled=False):
-        total = ChunkedDistill.apply(
+        total = function.apply(
             student_hidden, down_proj, vocab_proj, teacher_hidden, lm_head, weight, options, stats
         )
     return total, stats

@@ -46,7 +46,7 @@ class ChunkedDistill(torch.autograd.Function):
     @staticmethod
     def forward(ctx, student, down, vocab, teacher, lm_head, weight, options, stats):  # type: ignore[no-untyped-def]
         dtype = lm_head.dtype
-        grads = _Gradients.zeros_like(student, dtype, down, vocab)
+        grads = Gradients.zeros_like(student, dtype, down, vocab)
         # Rows of weight 0 are blanked: a NaN there would survive the multiplication by 0.
         student = student.to(dtype).masked_fill((weight == 0)[..., None], 0.0)
         teacher = teacher.to(dtype).masked_fill((weight == 0).all(0)[:, None], 0.0)
@@ -69,7 +69,7 @@ class ChunkedDistill(torch.autograd.Function):
 
 
 @dataclass(slots=True)
-class _Gradients:
+class Gradients:
     student: Tensor  # [S, N, d] in the compute dtype
     down: Tensor | None  # [r, d] fp32: sums over all rows
     vocab: Tensor | None  # [V, r] fp32
@@ -77,7 +77,7 @@ class _Gradients:
     @classmethod
     def zeros_like(
         cls, student: Tensor, dtype: torch.dtype, down: Tensor | None, vocab: Tensor | None
-    ) -> _Gradients:
+    ) -> Gradients:
         def sums(like: Tensor | None) -> Tensor | None:
             return None if like is None else torch.zeros_like(like, dtype=torch.float32)
 
@@ -92,7 +92,7 @@ def _one_step(
     lm_head: Tensor,
     weight: Tensor,
     options: DistillOptions,
-    grads: _Gradients,
+    grads: Gradients,
     stats: DistillStats | None,
     at: tuple[int, slice],
 ) -> Tensor:

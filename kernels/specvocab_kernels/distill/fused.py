@@ -1,0 +1,119 @@
+"""Distillation on a GPU: large products in the BLAS, everything between them in one Triton kernel, constant memory.
+
+For one chunk of teacher rows all S unroll steps are stacked into one product of ``S * C`` rows: chunks can be small,
+so memory stays small, and the products stay large enough for the tensor cores. One buffer holds the student's logits,
+then their gradient, then the speculator's logits, then theirs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specvocab_kernels.distill.chunked import DistillOptions, Gradients
+from specvocab_kernels.distill.kernel import launch_student, launch_teacher
+from specvocab_kernels.distill.reference import DistillStats
+
+
+class FusedDistill(torch.autograd.Function):
+    """Same signature and result as ``ChunkedDistill``."""
+
+    @staticmethod
+    def forward(ctx, student, down, vocab, teacher, lm_head, weight, options, stats):  # type: ignore[no-untyped-def]
+        num_steps, num_rows, _ = student.shape
+        dtype, device = lm_head.dtype, student.device
+        grads = Gradients.zeros_like(student, dtype, down, vocab)
+        # Rows of weight 0 are blanked: a NaN there would survive the multiplication by 0.
+        student = student.to(dtype).masked_fill((weight == 0)[..., None], 0.0)
+        teacher = teacher.to(dtype).masked_fill((weight == 0).all(0)[:, None], 0.0)
+        down, vocab = (None if matrix is None else matrix.to(dtype) for matrix in (down, vocab))
+        losses = torch.full((2, num_steps, num_rows), float("nan"), device=device)  # student's, speculator's
+        chunk_rows = _even_chunks(num_rows, options.chunk_rows)
+        buffer = torch.empty((num_steps + 1) * chunk_rows, lm_head.shape[0], dtype=dtype, device=device)
+        for start in range(0, num_rows, chunk_rows):
+            rows = slice(start, start + chunk_rows)
+            _one_chunk(student, down, vocab, teacher, lm_head, weight, options, stats, grads, losses, rows, buffer)
+        if stats is not None:
+            stats.loss.copy_(losses[0])
+            stats.aux_loss.copy_(losses[1] if down is not None else torch.zeros_like(losses[1]))
+        total = (weight * losses[0]).sum()
+        if down is not None:
+            total = total + options.aux_weight * (weight * losses[1]).sum()
+        ctx.save_for_backward(*(grad for grad in (grads.student, grads.down, grads.vocab) if grad is not None))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_total):  # type: ignore[no-untyped-def]
+        scaled = [grad * grad_total for grad in ctx.saved_tensors]
+        return (*scaled, *[None] * (8 - len(scaled)))
+
+
+def _even_chunks(num_rows: int, most: int) -> int:
+    """Rows of a chunk, at most ``most``: as few chunks as that allows, and those of one size."""
+    num_chunks = max(1, -(-num_rows // most))
+    return max(1, -(-num_rows // num_chunks))
+
+
+def _one_chunk(
+    student: Tensor,
+    down: Tensor | None,
+    vocab: Tensor | None,
+    teacher: Tensor,
+    lm_head: Tensor,
+    weight: Tensor,
+    options: DistillOptions,
+    stats: DistillStats | None,
+    grads: Gradients,
+    losses: Tensor,
+    rows: slice,
+    buffer: Tensor,
+) -> None:
+    """Losses, gradients and measurements of the teacher rows ``rows`` and all student rows that share them."""
+    num_steps = student.shape[0]
+    hidden = student[:, rows].flatten(0, 1)  # [S * C, d]
+    weights = weight[:, rows].flatten().contiguous()  # flatten is a strided view where C is 1
+    count = teacher[rows].shape[0]
+    teacher_logits = torch.mm(teacher[rows], lm_head.mT, out=buffer[:count])
+    logits = buffer[count : count * (1 + num_steps)]
+
+    lse, entropy = (torch.full((count,), float("nan"), device=weight.device) for _ in range(2))
+    top = torch.full((count,), -1, dtype=torch.int64, device=weight.device)
+    launch_teacher(teacher_logits, lse, top, entropy, options.logit_scale, options.logit_softcap)
+    shared = {"loss": options.loss, "scale": options.logit_scale, "softcap": options.logit_softcap}
+
+    def fresh(like: Tensor, value: float) -> Tensor:
+        return torch.full((num_steps * count,), value, dtype=like.dtype, device=like.device)
+
+    value, student_top = fresh(losses, float("nan")), None
+    torch.mm(hidden, lm_head.mT, out=logits)
+    measured = {}
+    if stats is not None:
+        student_top, accept = fresh(top, -1), fresh(losses, float("nan"))
+        measured = {"acceptance_out": accept, "top_out": student_top}
+    launch_student(logits, teacher_logits, lse, top, weights, value, **shared, **measured)
+    losses[0, :, rows] = value.view(num_steps, count)
+    grad_hidden = logits @ lm_head
+    if stats is not None and student_top is not None:
+        stats.correct[:, rows] = student_top.view(num_steps, count) == top
+        stats.acceptance[:, rows] = measured["acceptance_out"].view(num_steps, count)
+        stats.entropy[:, rows] = entropy
+
+    if down is not None and vocab is not None and grads.down is not None and grads.vocab is not None:
+        low_rank = hidden @ down.mT
+        torch.mm(low_rank, vocab.mT, out=logits)
+        if stats is not None and student_top is not None:
+            ranks = {"target_rank_out": fresh(top, -1), "compared_rank_out": fresh(top, -1)}
+            measured = {"acceptance_out": fresh(losses, 0.0), "top_out": fresh(top, -1), "compared": student_top}
+            measured |= ranks
+        launch_student(logits, teacher_logits, lse, top, weights * options.aux_weight, value, **shared, **measured)
+        losses[1, :, rows] = value.view(num_steps, count)
+        if stats is not None:
+            stats.target_rank[:, rows] = ranks["target_rank_out"].view(num_steps, count)
+            stats.draft_rank[:, rows] = ranks["compared_rank_out"].view(num_steps, count)
+        grads.vocab += logits.mT @ low_rank
+        grad_low_rank = logits @ vocab
+        grads.down += grad_low_rank.mT @ hidden
+        grad_hidden.addmm_(grad_low_rank, down)
+    elif stats is not None:
+        stats.target_rank[:, rows] = stats.draft_rank[:, rows] = 0
+    grads.student[:, rows] = grad_hidden.view(num_steps, count, -1)
