@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from gguf import GGUFWriter, TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -143,3 +144,65 @@ def tiny_target_config(folder: Path, kind: str) -> TargetConfig:
     return TargetConfig(
         model=str(folder), dtype="float32", attn_implementation="eager" if kind == "gemma2" else "sdpa"
     )
+
+
+_GGUF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}
+
+
+def tiny_gguf(file: Path, *, seed: int = 0) -> PreTrainedModel:
+    """Write a tiny tied Llama, its tokenizer and chat template to one GGUF file in fp32; returns the model.
+
+    A GGUF vocabulary must have a merge, so there is one token more ("th") than ``tiny_tokenizer`` has.
+    """
+    model = tiny_model("llama", seed=seed, vocab_size=TOKENIZER_LENGTH + 1)
+    writer = GGUFWriter(file, "llama")
+    _write_gguf_config(writer, model.config)
+    _write_gguf_tokenizer(writer)
+    weights = {name: weight.numpy() for name, weight in model.state_dict().items()}
+    writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"])
+    writer.add_tensor("output_norm.weight", weights["model.norm.weight"])
+    heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
+    for layer in range(model.config.num_hidden_layers):
+        for gguf_name, name in _GGUF_LAYER_NAMES.items():
+            weight = weights[f"model.layers.{layer}.{name}.weight"]
+            if gguf_name in heads:  # GGUF interleaves the two halves that rotary attention turns
+                halves = weight.reshape(heads[gguf_name], 2, -1, weight.shape[-1])
+                weight = halves.swapaxes(1, 2).reshape(weight.shape)
+            writer.add_tensor(f"blk.{layer}.{gguf_name}.weight", weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _write_gguf_config(writer: GGUFWriter, config: PreTrainedConfig) -> None:
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
+def _write_gguf_tokenizer(writer: GGUFWriter) -> None:
+    vocab = tiny_tokenizer().get_vocab()
+    tokens = [*sorted(vocab, key=vocab.__getitem__), "th"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.CONTROL if token in SPECIAL_TOKENS else TokenType.NORMAL for token in tokens])
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(IM_START_ID)
+    writer.add_eos_token_id(IM_END_ID)
+    writer.add_pad_token_id(PAD_ID)
+    writer.add_chat_template(CHAT_TEMPLATE)

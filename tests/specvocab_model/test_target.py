@@ -256,6 +256,28 @@ def test_fingerprint_tells_another_seed_and_another_softcap(tmp_path: Path) -> N
     assert len({spec.fingerprint for spec in specs}) == 3
 
 
+# ---- GGUF ----
+
+
+def test_a_gguf_file_is_a_target(tmp_path: Path) -> None:
+    model = tiny.tiny_gguf(tmp_path / "tiny.gguf")
+    config = TargetConfig(model=str(tmp_path), gguf_file="tiny.gguf")
+    target = Target.load(config, device="cpu", dtype=torch.float32)
+    ids = token_ids(1, 30)
+    torch.testing.assert_close(target.logits(target.forward(ids).final_hidden), model(ids).logits)
+    assert target.spec == load_spec(config)
+    assert target.spec.eos_token_ids == (tiny.IM_END_ID,) and target.tokenizer.chat_template == tiny.CHAT_TEMPLATE
+    tiny.tiny_gguf(tmp_path / "other.gguf", seed=1)
+    assert load_spec(replace(config, gguf_file="other.gguf")).fingerprint != target.spec.fingerprint
+
+
+def test_a_gguf_target_in_bf16_keeps_its_rotary_frequencies(tmp_path: Path) -> None:
+    tiny.tiny_gguf(tmp_path / "tiny.gguf")
+    target = Target.load(TargetConfig(model=str(tmp_path), gguf_file="tiny.gguf", dtype="bfloat16"), device="cpu")
+    assert {parameter.dtype for parameter in target.model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in target.model.buffers()} == {torch.float32}
+
+
 # ---- where a target is found, and what is refused ----
 
 
