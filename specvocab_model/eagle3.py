@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from specvocab_model.config import DraftConfig
+from specvocab_model.config import ConfigError, DraftConfig
 from specvocab_model.draft import DraftArchitecture
 from specvocab_model.target import TargetSpec, default_feature_layers
 
@@ -84,7 +84,7 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
     """Compare a set of tensors with what the format wants, because the engines do not.
 
     Raises:
-        ValueError: one line with every name that is missing, unknown, of another shape or not finite.
+        ConfigError: one line with every name that is missing, unknown, of another shape or not finite.
     """
     problems = [f"{name} is missing" for name in shapes if name not in tensors]
     for name, tensor in tensors.items():
@@ -95,7 +95,7 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
         elif not torch.isfinite(tensor).all():
             problems.append(f"{name} is not finite")
     if problems:
-        raise ValueError(f"{where} is not a complete draft: {'; '.join(problems)}")
+        raise ConfigError(f"{where} is not a complete draft: {'; '.join(problems)}")
 
 
 def read_architecture(
@@ -110,18 +110,18 @@ def read_architecture(
         target_spec: where the file names no feature layers, EAGLE-3's choice for this target is meant.
 
     Raises:
-        ValueError: one line naming the key that this package cannot serve.
+        ConfigError: one line naming the key that this package cannot serve.
     """
     for key, wanted in {"architectures": [ARCHITECTURE], "num_hidden_layers": 1, "attention_bias": False,
                         "mlp_bias": False, "norm_before_residual": False}.items():
         if config.get(key, wanted) != wanted:
-            raise ValueError(f"{where} has {key}={config[key]!r}; only {wanted!r} can be loaded")
+            raise ConfigError(f"{where} has {key}={config[key]!r}; only {wanted!r} can be loaded")
     llama = LlamaConfig(**config)  # knows both spellings of RoPE and the defaults that older drafts leave out
     assert isinstance(llama.rope_parameters, dict) and llama.num_key_value_heads and llama.head_dim
     draft_vocab_size = config.get("draft_vocab_size")
     if draft_vocab_size not in (None, llama.vocab_size):
-        raise ValueError(f"{where} has a reduced head (draft_vocab_size={draft_vocab_size}); only drafts with the full "
-                         f"vocabulary of {llama.vocab_size} tokens can be loaded")
+        raise ConfigError(f"{where} has a reduced head (draft_vocab_size={draft_vocab_size}); only drafts with the "
+                          f"full vocabulary of {llama.vocab_size} tokens can be loaded")
     return DraftArchitecture(
         hidden_size=llama.hidden_size,
         intermediate_size=llama.intermediate_size,
@@ -145,11 +145,11 @@ def _feature_layers(config: Mapping[str, Any], where: str, target_spec: TargetSp
         inputs = [layer + 1 for layer in outputs]
     if inputs is None:
         if target_spec is None:
-            raise ValueError(f"{where} names no {key}; say which target it is for")
+            raise ConfigError(f"{where} names no {key}; say which target it is for")
         return default_feature_layers(target_spec.num_hidden_layers)
     if outputs is not None and [layer + 1 for layer in outputs] != inputs:
-        raise ValueError(f"{where} contradicts itself: {key} is {inputs} (layers whose input is read), so eagle_config "
-                         f"must have one less each (layers whose output is read), but has {outputs}")
+        raise ConfigError(f"{where} contradicts itself: {key} is {inputs} (layers whose input is read), so "
+                          f"eagle_config must have one less each (layers whose output is read), but has {outputs}")
     if len(inputs) != 3:
-        raise ValueError(f"{where} has {key}={inputs}; a draft reads exactly three layers")
+        raise ConfigError(f"{where} has {key}={inputs}; a draft reads exactly three layers")
     return inputs[0], inputs[1], inputs[2]

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specvocab_model.config import HeadConfig
+from specvocab_model.config import ConfigError, HeadConfig
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.eagle3 import check_tensors, engine_config, read_architecture, tensor_shapes
 from specvocab_model.model_card import model_card
@@ -64,12 +64,12 @@ def save_checkpoint(
         dtype: type of the stored weights; an engine runs the draft in the target's type, so give that one.
 
     Raises:
-        ValueError: a tensor is missing, unknown, misshapen or not finite, the target is another one, or ``folder``
+        ConfigError: a tensor is missing, unknown, misshapen or not finite, the target is another one, or ``folder``
             holds something that is not a checkpoint.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / PROVENANCE_FILE).exists():
-        raise ValueError(f"{folder} is not empty and not a SpecVocab checkpoint; give another folder")
+        raise ConfigError(f"{folder} is not empty and not a SpecVocab checkpoint; give another folder")
     architecture = model.architecture
     _check_sizes(architecture, target_spec, "the draft")
     draft = _stored(model.draft.state_dict(), dtype)
@@ -128,7 +128,7 @@ def load_checkpoint(folder: str | Path, target_spec: TargetSpec | None = None) -
         target_spec: the target it will be used with; checked when given.
 
     Raises:
-        ValueError: one line naming what does not match: schema version, target, architecture or tensors.
+        ConfigError: one line naming what does not match: schema version, target, architecture or tensors.
     """
     folder = Path(folder)
     record = _read_provenance(folder)
@@ -184,7 +184,7 @@ def _read_provenance(folder: Path) -> dict[str, Any] | None:
     path = folder / PROVENANCE_FILE
     if not path.is_file():
         if (folder / SPECULATOR_FOLDER).exists():
-            raise ValueError(f"{folder} has a speculator but no {PROVENANCE_FILE}; copy the whole exported folder")
+            raise ConfigError(f"{folder} has a speculator but no {PROVENANCE_FILE}; copy the whole exported folder")
         return None
     record = _read_json(path)
     _check_schema_version(record, path)
@@ -198,7 +198,7 @@ def _read_head_config(folder: Path, record: dict[str, Any] | None) -> HeadConfig
     config = _read_json(path)
     _check_schema_version(config, path)
     if config["quantization"] is not None:
-        raise ValueError(f"{path} has quantization={config['quantization']!r}; only null can be loaded")
+        raise ConfigError(f"{path} has quantization={config['quantization']!r}; only null can be loaded")
     return HeadConfig(
         type="speculative",
         rank=config["rank"],
@@ -209,22 +209,22 @@ def _read_head_config(folder: Path, record: dict[str, Any] | None) -> HeadConfig
 
 def _check_schema_version(record: dict[str, Any], path: Path) -> None:
     if record.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(f"{path} has schema_version={record.get('schema_version')!r}, but this release reads "
-                         f"{SCHEMA_VERSION}; install the specvocab release that wrote it, or export again")
+        raise ConfigError(f"{path} has schema_version={record.get('schema_version')!r}, but this release reads "
+                          f"{SCHEMA_VERSION}; install the specvocab release that wrote it, or export again")
 
 
 def _check_sizes(architecture: DraftArchitecture, target_spec: TargetSpec, where: str) -> None:
     for name in ("hidden_size", "vocab_size"):
         ours, theirs = getattr(architecture, name), getattr(target_spec, name)
         if ours != theirs:
-            raise ValueError(f"{where} has {name}={ours}, but {target_spec.name} has {theirs}; use the target that the "
-                             "draft was trained for")
+            raise ConfigError(f"{where} has {name}={ours}, but {target_spec.name} has {theirs}; use the target that "
+                              "the draft was trained for")
 
 
 def _check_fingerprint(recorded: dict[str, Any], target_spec: TargetSpec, folder: Path) -> None:
     if recorded["fingerprint"] != target_spec.fingerprint:
-        raise ValueError(f"{folder} was made for {recorded['name']} (fingerprint {recorded['fingerprint'][:12]}), not "
-                         f"for {target_spec.name} ({target_spec.fingerprint[:12]}); use that target, or train for this")
+        raise ConfigError(f"{folder} was made for {recorded['name']} (fingerprint {recorded['fingerprint'][:12]}), not "
+                          f"for {target_spec.name} ({target_spec.fingerprint[:12]}); use the target it was made for")
 
 
 def _stored(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -233,7 +233,7 @@ def _stored(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 def _read_tensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     if not path.is_file():
-        raise ValueError(f"{path} is missing; copy the whole exported folder")
+        raise ConfigError(f"{path} is missing; copy the whole exported folder")
     tensors = load_file(path)
     check_tensors(tensors, shapes, str(path))
     return tensors
@@ -241,7 +241,7 @@ def _read_tensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, T
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"{path} is missing; give the whole folder of an exported draft")
+        raise ConfigError(f"{path} is missing; give the whole folder of an exported draft")
     return json.loads(path.read_text(encoding="utf-8"))
 
 

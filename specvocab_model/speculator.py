@@ -14,6 +14,8 @@ import torch
 from specvocab_kernels import select_candidates
 from torch import Tensor, nn
 
+from specvocab_model.config import ConfigError
+
 if TYPE_CHECKING:
     from specvocab_model.target import Target
 
@@ -30,15 +32,15 @@ class VocabSpeculator(nn.Module):
         num_candidates: ids selected for every position; more than ``V`` means all.
 
     Raises:
-        ValueError: the rank lies outside its range, or there is no candidate.
+        ConfigError: the rank lies outside its range, or there is no candidate.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, rank: int, num_candidates: int) -> None:
         super().__init__()
         if not 1 <= rank <= hidden_size:
-            raise ValueError(f"rank={rank} must lie between 1 and hidden_size={hidden_size}; set head.rank accordingly")
+            raise ConfigError(f"rank={rank} must lie between 1 and hidden_size={hidden_size}; change head.rank")
         if num_candidates < 1:
-            raise ValueError(f"num_candidates={num_candidates} must be at least 1; set head.num_candidates accordingly")
+            raise ConfigError(f"num_candidates={num_candidates} must be at least 1; change head.num_candidates")
         self.num_candidates = num_candidates
         self.down_proj = nn.Linear(hidden_size, rank, bias=False)
         self.vocab_proj = nn.Linear(rank, vocab_size, bias=False)
@@ -82,7 +84,8 @@ class VocabSpeculator(nn.Module):
             generator: for ``random``, on the device of the parameters.
 
         Raises:
-            ValueError: unknown method, wrong shapes, or hidden states that are missing, too few or not finite.
+            ConfigError: unknown method, or hidden states that are too few or not finite.
+            ValueError: ``lm_head_weight`` of another shape, or ``calibration`` without hidden states.
         """
         shape, expected = tuple(lm_head_weight.shape), (self.vocab_size, self.down_proj.in_features)
         if shape != expected:
@@ -98,7 +101,7 @@ class VocabSpeculator(nn.Module):
         elif method == "svd":
             chunks = lm_head_weight.split(ROWS_AT_ONCE)
         else:
-            raise ValueError(f"init {method!r} is not known; choose calibration, svd or random")
+            raise ConfigError(f"init {method!r} is not known; choose calibration, svd or random")
         basis = principal_directions(chunks, self.rank)
         self.down_proj.weight.copy_(basis)
         # Both factors come from the fp64 basis: rounding down_proj first would only add its error to vocab_proj.
@@ -122,7 +125,7 @@ def principal_directions(chunks: Iterable[Tensor], rank: int) -> Tensor:
         fp64 ``[rank, d]`` with orthonormal rows, on the device of the chunks, by falling eigenvalue.
 
     Raises:
-        ValueError: fewer rows than ``rank``, or rows that are not finite.
+        ConfigError: fewer rows than ``rank``, or rows that are not finite.
     """
     moment: Tensor | None = None
     count = 0
@@ -132,9 +135,9 @@ def principal_directions(chunks: Iterable[Tensor], rank: int) -> Tensor:
         moment = product if moment is None else moment.add_(product)
         count += rows.shape[0]
     if moment is None or count < rank:
-        raise ValueError(f"{count} states cannot determine {rank} directions; give more text or lower head.rank")
+        raise ConfigError(f"{count} states cannot determine {rank} directions; give more text or lower head.rank")
     if not torch.isfinite(moment).all():
-        raise ValueError("the states to initialise the speculator from are not all finite; check target.dtype")
+        raise ConfigError("the states to initialise the speculator from are not all finite; check target.dtype")
     directions = torch.linalg.eigh(moment / count).eigenvectors.flip(-1)[:, :rank].T
     largest = directions.gather(-1, directions.abs().argmax(-1, keepdim=True))
     return directions * largest.sign()

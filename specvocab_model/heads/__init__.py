@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from specvocab_model.config import ConfigError
 from specvocab_model.heads.base import Head, HeadOutput
 from specvocab_model.heads.full import FullHead
 from specvocab_model.heads.speculative import SpeculativeHead
@@ -25,7 +26,7 @@ def _full(target: Target, model: SpecVocabDraft) -> Head:
 
 def _speculative(target: Target, model: SpecVocabDraft) -> Head:
     if model.speculator is None:
-        raise ValueError("this draft has no vocabulary speculator; use head 'full', or add one with scripts/convert.py")
+        raise ConfigError("the draft has no vocabulary speculator; use head 'full', or add one with scripts/convert.py")
     return SpeculativeHead(target, model.speculator)
 
 
@@ -36,8 +37,8 @@ def build_head(kind: str, target: Target, model: SpecVocabDraft) -> Head:
     """Make the head called ``kind`` for a draft and its target.
 
     Raises:
-        ValueError: the kind is not in ``HEADS``, or the draft lacks what it needs.
+        ConfigError: the kind is not in ``HEADS``, or the draft lacks what it needs.
     """
     if kind not in HEADS:
-        raise ValueError(f"head {kind!r} is not known; choose one of {', '.join(HEADS)}")
+        raise ConfigError(f"head {kind!r} is not known; choose one of {', '.join(HEADS)}")
     return HEADS[kind](target, model)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from specvocab_kernels import gather_dot
 from torch import Tensor
 
+from specvocab_model.config import ConfigError
 from specvocab_model.heads.base import HeadOutput
 from specvocab_model.speculator import VocabSpeculator
 
@@ -23,12 +24,12 @@ class SpeculativeHead:
         impl: ``auto``, ``triton`` or ``torch``, of the candidates' exact logits (``specvocab_kernels.gather_dot``).
 
     Raises:
-        ValueError: the speculator was made for a vocabulary of another size.
+        ConfigError: the speculator was made for a vocabulary of another size.
     """
 
     def __init__(self, target: Target, speculator: VocabSpeculator, impl: str = "auto") -> None:
         if speculator.vocab_size != target.spec.vocab_size:
-            raise ValueError(
+            raise ConfigError(
                 f"the speculator covers {speculator.vocab_size} tokens, but the lm_head of {target.spec.name} has "
                 f"{target.spec.vocab_size} rows; load the target that the draft was trained for"
             )

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from specvocab_model import export
 from specvocab_model.attention import DraftCache
-from specvocab_model.config import DraftConfig, HeadConfig
+from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import Provenance, add_evaluation, load_checkpoint, save_checkpoint
 from specvocab_model.target import TargetSpec
@@ -59,7 +59,7 @@ def edit_json(path, **changes):
 
 
 def error_of(call) -> str:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ConfigError) as caught:
         call()
     message = str(caught.value)
     assert "\n" not in message

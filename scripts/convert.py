@@ -1,0 +1,205 @@
+"""Give a finished full-vocabulary draft a vocabulary speculator, without training.
+
+    python scripts/convert.py DRAFT --target MODEL --output FOLDER [--prompts FILE.jsonl] [--rank R] ...
+
+DRAFT is the folder of a stock EAGLE-3 draft that shares the target's lm_head, or of one of our own exports, whose
+speculator is then replaced. The target answers the prompts, or prompts that it invents from its own chat template. Four
+fifths of the answers calibrate the speculator. On the rest the candidate recall is measured: how often the most
+probable token, the target's and the full-vocabulary draft's, is among the candidates.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data_gen.chat import encode_prompt, user_turn
+from data_gen.engines import Completion, SamplingParams, TransformersEngine
+from data_gen.prompts import load_prompts
+from specvocab_model.attention import DraftCache
+from specvocab_model.cli import EXIT_CONFIG_ERROR
+from specvocab_model.config import DTYPES, ConfigError, HeadConfig, TargetConfig
+from specvocab_model.decode import place_draft
+from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.evaluation import CandidateRecall
+from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
+from specvocab_model.heads import FullHead, SpeculativeHead
+from specvocab_model.speculator import VocabSpeculator, collect_final_hidden
+from specvocab_model.target import Target, load_spec
+
+HELD_OUT = 5  # every fifth answer measures instead of calibrating
+BATCH_TOKENS = 16384  # of the target's KV cache while it writes
+
+Row = dict[str, list[int]]  # input_ids and loss_mask
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    try:
+        convert(options)
+    except ConfigError as error:
+        parser.exit(EXIT_CONFIG_ERROR, f"error: {error}\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("draft", help="folder of the finished draft")
+    parser.add_argument("--output", required=True, help="folder for the new checkpoint")
+    target = parser.add_argument_group("target")
+    target.add_argument("--target", required=True, help="hub id or folder")
+    target.add_argument("--gguf-file", help="GGUF file in that folder")
+    target.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="the target's type, and the stored draft's")
+    target.add_argument("--attn-implementation", default="sdpa")
+    target.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    text = parser.add_argument_group("text")
+    text.add_argument("--prompts", help="jsonl of messages, prompt or turns; by default the target invents its prompts")
+    text.add_argument("--num-prompts", type=int, default=100, help="how many are read or invented at most")
+    text.add_argument("--max-new-tokens", type=int, default=128, help="longest answer")
+    text.add_argument("--seed", type=int, default=0, help="of the invented prompts; answers are greedy")
+    speculator = parser.add_argument_group("speculator")
+    speculator.add_argument("--rank", type=int, help="by default hidden_size / 8")
+    speculator.add_argument("--num-candidates", type=int, default=HeadConfig().num_candidates)
+    return parser
+
+
+def convert(options: argparse.Namespace) -> CandidateRecall:
+    """Calibrate, measure, save; returns the recall.
+
+    Raises:
+        ConfigError: draft, target or prompts are missing or do not fit together.
+    """
+    target_config = TargetConfig(model=options.target, gguf_file=options.gguf_file, dtype=options.dtype,
+                                 attn_implementation=options.attn_implementation)
+    model = load_checkpoint(options.draft, load_spec(target_config))
+    head_config = HeadConfig(rank=options.rank or max(1, model.architecture.hidden_size // 8),
+                             num_candidates=options.num_candidates)
+    target = Target.load(target_config, device=options.device, feature_layers=model.architecture.feature_layers)
+
+    rows = write_text(target, options)
+    calibration_rows = [row for number, row in enumerate(rows) if number % HELD_OUT]
+    held_out_rows = rows[::HELD_OUT]
+    num_states = sum(sum(row["loss_mask"]) for row in calibration_rows)
+    add_speculator(model, target, head_config, calibration_rows, num_states)
+    place_draft(model, target)
+    recall = measure_recall(model, target, held_out_rows)
+    shares = recall.to_dict()
+    print(f"rank {head_config.rank}, {head_config.num_candidates} candidates of {target.spec.vocab_size} tokens, "
+          f"calibrated on {num_states} positions; on {recall.num_positions} others the candidates hold\n"
+          f"  {shares['target_top1']:.2%} of the target's most probable tokens\n"
+          f"  {shares['draft_top1']:.2%} of the full-vocabulary draft's most probable tokens")
+
+    provenance = Provenance(metrics={"candidate_recall": shares}, config={"convert": vars(options)})
+    save_checkpoint(options.output, model, target.spec, provenance, dtype=target.lm_head_weight.dtype)
+    print(f"saved to {options.output}")
+    return recall
+
+
+def write_text(target: Target, options: argparse.Namespace) -> list[Row]:
+    """Have the target answer the prompts, greedily.
+
+    Raises:
+        ConfigError: there is too little usable text.
+    """
+    engine = TransformersEngine(target, batch_tokens=BATCH_TOKENS)
+    try:
+        if options.prompts:
+            messages = [prompt.conversation() for prompt in load_prompts(Path(options.prompts), options.num_prompts)]
+        else:
+            messages = invent_prompts(engine, options)
+        prompts = [encode_prompt(target.tokenizer, conversation) for conversation in messages]
+    except ValueError as error:  # from the chat template
+        raise ConfigError(f"cannot make prompts for {target.spec.name}: {error}") from error
+    room = target.spec.max_position_embeddings - options.max_new_tokens
+    prompts = [prompt for prompt in prompts if len(prompt) <= room]
+    if len(prompts) < 2:
+        raise ConfigError(f"{len(prompts)} usable prompts of at most {room} tokens are too few to calibrate and "
+                          "measure; give more with --prompts or --num-prompts, or lower --max-new-tokens")
+    params = SamplingParams(max_new_tokens=options.max_new_tokens, stop_token_ids=target.spec.eos_token_ids)
+    answers = generate(engine, prompts, params, options.seed, "answers")
+    return [
+        {"input_ids": prompt + answer.token_ids, "loss_mask": [0] * len(prompt) + [1] * len(answer.token_ids)}
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def invent_prompts(engine: TransformersEngine, options: argparse.Namespace) -> list[list[dict[str, str]]]:
+    """What the target itself would say as the user (Magpie, https://arxiv.org/abs/2406.08464)."""
+    tokenizer = engine.target.tokenizer
+    turn = user_turn(tokenizer)
+    params = SamplingParams(
+        max_new_tokens=options.max_new_tokens,
+        stop_token_ids=(turn.end_token_id, *engine.target.spec.eos_token_ids),
+        temperature=1.0,
+    )
+    turns = generate(engine, [turn.header_ids] * options.num_prompts, params, options.seed, "prompts")
+    finished = [turn.token_ids for turn in turns if turn.finish_reason == "stop"]
+    texts = tokenizer.batch_decode(finished, skip_special_tokens=True)
+    return [[{"role": "user", "content": text.strip()}] for text in texts if text.strip()]
+
+
+def generate(
+    engine: TransformersEngine, prompts: list[list[int]], params: SamplingParams, seed: int, description: str
+) -> list[Completion]:
+    """Completions in the order of the prompts, with a progress bar."""
+    finished = engine.generate(prompts, params, seed=seed)
+    completions = dict(tqdm(finished, total=len(prompts), desc=description, unit=" sequences"))
+    return [completions[index] for index in range(len(prompts))]
+
+
+def add_speculator(
+    model: SpecVocabDraft, target: Target, head_config: HeadConfig, rows: list[Row], num_states: int
+) -> None:
+    """Give ``model`` a speculator calibrated on the target's final hidden states over ``rows``.
+
+    Raises:
+        ConfigError: the rank does not fit the target, or there are fewer states than that.
+    """
+    speculator = VocabSpeculator(target.spec.hidden_size, target.spec.vocab_size, head_config.rank or 0,
+                                 head_config.num_candidates).to(target.device)
+    states = tqdm(collect_final_hidden(target, rows, num_states), total=len(rows), desc="calibration", unit=" rows")
+    speculator.initialise("calibration", target.lm_head_weight, states)
+    model.speculator, model.head_config = speculator, head_config
+
+
+@torch.inference_mode()
+def measure_recall(model: SpecVocabDraft, target: Target, rows: list[Row]) -> CandidateRecall:
+    """Recall of the candidates that the draft's first step selects, at every position of the answers."""
+    assert model.speculator is not None
+    recall = CandidateRecall(SpeculativeHead(target, model.speculator), FullHead(target))
+    for row in tqdm(rows, desc="recall", unit=" rows"):
+        hidden, target_ids = first_step(model, target, row)
+        recall.hidden.append(hidden)
+        recall.target_ids.append(target_ids)
+        recall.count()
+    return recall
+
+
+def first_step(model: SpecVocabDraft, target: Target, row: Row) -> tuple[Tensor, Tensor]:
+    """The draft's first step over one sequence, where the token it predicts belongs to the answer.
+
+    At position ``t`` the draft reads the features there and ``x[t+1]``, and predicts ``x[t+2]``, as the target does at
+    position ``t+1``.
+
+    Returns:
+        Normalised draft output [n, d] and the target's most probable tokens there, int64 [n].
+    """
+    input_ids = torch.tensor([row["input_ids"]], device=target.device)
+    supervised = torch.tensor(row["loss_mask"], dtype=torch.bool, device=target.device)[2:]
+    output = target.forward(input_ids)
+    hidden = model.draft.fuse(output.features[:, :-2])
+    positions = torch.arange(hidden.shape[1], device=target.device)[None]
+    hidden = model.draft.forward_cached(hidden, target.embed(input_ids[:, 1:-1]), positions, DraftCache())
+    teacher = FullHead(target)(output.final_hidden[0, 1:-1][supervised])
+    return model.draft.norm(hidden[0])[supervised], teacher.greedy_tokens()
+
+
+if __name__ == "__main__":
+    main()

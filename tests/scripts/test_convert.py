@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from specvocab_model.config import DraftConfig, HeadConfig
+from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
+from specvocab_model.speculator import VocabSpeculator
+from specvocab_model.target import Target
+from tests.tiny import tiny_target
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "convert.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("scripts_convert", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Target:
+    return tiny_target("qwen3", tmp_path_factory.mktemp("convert"))
+
+
+@pytest.fixture(scope="module")
+def draft(target, tmp_path_factory) -> Path:
+    """A stock EAGLE-3 folder with feature layers of its own."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = SpecVocabDraft.build(target.spec, DraftConfig(feature_layers=[1, 3, 6]), HeadConfig(type="full"))
+    folder = tmp_path_factory.mktemp("drafts") / "full"
+    save_checkpoint(folder, model, target.spec, Provenance(), dtype=torch.float32)
+    (folder / "specvocab.json").unlink()
+    return folder
+
+
+@pytest.fixture
+def arguments(draft, target, tmp_path) -> list[str]:
+    prompts = [{"prompt": f"What is {number} + 1?"} for number in range(20)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    return [str(draft), "--target", target.spec.name, "--dtype", "float32", "--device", "cpu", "--num-prompts", "12",
+            "--max-new-tokens", "12", "--rank", "24", "--num-candidates", "60", "--output", str(tmp_path / "converted"),
+            "--prompts", str(tmp_path / "prompts.jsonl")]
+
+
+def run(script, arguments: list[str], **changes: str) -> None:
+    """``changes`` by option name without dashes."""
+    arguments = list(arguments)
+    for option, value in changes.items():
+        arguments[arguments.index(f"--{option}") + 1] = value
+    script.main(arguments)
+
+
+def test_the_draft_stays_and_gains_a_calibrated_speculator(script, arguments, draft, target, tmp_path, capsys):
+    run(script, arguments)
+    before, after = load_checkpoint(draft), load_checkpoint(tmp_path / "converted", target.spec)
+    torch.testing.assert_close(dict(after.draft.state_dict()), dict(before.draft.state_dict()), rtol=0, atol=0)
+    assert after.architecture.feature_layers == (1, 3, 6)
+    assert (after.speculator.rank, after.speculator.num_candidates) == (24, 60)
+    basis = after.speculator.down_proj.weight.detach()
+    torch.testing.assert_close(basis @ basis.T, torch.eye(24), atol=1e-5, rtol=0)
+    torch.testing.assert_close(after.speculator.vocab_proj.weight, target.lm_head_weight @ basis.T)
+
+    recall = json.loads((tmp_path / "converted/specvocab.json").read_text())["metrics"]["candidate_recall"]
+    chance = 60 / target.spec.vocab_size
+    assert recall["draft_top1"] > 3 * chance  # half the rank is left of 48; an unrelated choice would hit at chance
+    printed = capsys.readouterr().out
+    assert "rank 24, 60 candidates of 277 tokens" in printed
+    assert f"{recall['target_top1']:.2%} of the target's" in printed
+    assert f"{recall['draft_top1']:.2%} of the full-vocabulary draft's" in printed
+
+
+def test_a_speculator_of_ours_is_replaced(script, arguments, target, tmp_path):
+    run(script, arguments)
+    arguments[0] = str(tmp_path / "converted")
+    run(script, arguments, rank="10", output=str(tmp_path / "again"))
+    assert load_checkpoint(tmp_path / "again", target.spec).speculator.rank == 10
+
+
+def test_without_prompts_the_target_invents_them(script, arguments, target, tmp_path):
+    arguments = arguments[:-2]
+    run(script, arguments, **{"num-prompts": "60", "max-new-tokens": "40"})
+    assert load_checkpoint(tmp_path / "converted", target.spec).speculator is not None
+
+
+def test_recall_is_taken_where_the_draft_predicts_the_answer(script, draft, target):
+    """The judged states against the training-time unroll, the counts against a loop."""
+    model = load_checkpoint(draft)
+    target = Target(target.spec, target.model, target.tokenizer, feature_layers=model.architecture.feature_layers)
+    model.speculator = VocabSpeculator(target.spec.hidden_size, target.spec.vocab_size, 24, 60)
+    model.speculator.initialise("svd", target.lm_head_weight)
+    input_ids = torch.randint(0, 256, (1, 14), generator=torch.Generator().manual_seed(0))
+    row = {"input_ids": input_ids[0].tolist(), "loss_mask": [0] * 6 + [1] * 8}
+
+    hidden_states = target.model(input_ids, output_hidden_states=True).hidden_states
+    features = torch.cat([hidden_states[layer] for layer in (1, 3, 6)], -1)
+    positions = torch.arange(14)[None]
+    with torch.no_grad():
+        embeds = target.embed(input_ids)
+        drafted = model.draft.unroll(features, embeds, positions, torch.zeros_like(positions), 1)[0, 0, 4:12]
+        hidden, target_ids = script.first_step(model, target, row)
+    torch.testing.assert_close(hidden, drafted)
+    expected_ids = (hidden_states[-1][0, 5:13] @ target.lm_head_weight.T).argmax(-1).tolist()
+    assert target_ids.tolist() == expected_ids
+
+    recall = script.measure_recall(model, target, [row, row])
+    candidates = [set(scores.topk(60).indices.tolist()) for scores in model.speculator(drafted)]
+    draft_ids = (drafted @ target.lm_head_weight.T).argmax(-1).tolist()
+    hits = [sum(token in found for token, found in zip(ids, candidates, strict=True))
+            for ids in (expected_ids, draft_ids)]
+    assert (recall.num_positions, recall.num_target_hits, recall.num_draft_hits) == (16, 2 * hits[0], 2 * hits[1])
+    assert 0 < hits[0] < 8 or 0 < hits[1] < 8
+
+
+def test_the_target_gives_the_features_that_the_draft_reads(script, arguments, monkeypatch):
+    seen = []
+    measure_recall = script.measure_recall
+
+    def spy(model, target, rows):
+        seen.append((target.feature_layers, len(rows)))
+        return measure_recall(model, target, rows)
+
+    monkeypatch.setattr(script, "measure_recall", spy)
+    script.main(arguments)
+    assert seen == [((1, 3, 6), 3)]  # 3 of 12 answers are held out
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"target": "nowhere/at-all/x"}, "nowhere/at-all/x"),
+        ({"rank": "49"}, "rank=49 must lie between 1 and hidden_size=48"),
+        ({"num-prompts": "1"}, "1 usable prompts"),
+        ({"max-new-tokens": "511"}, "0 usable prompts of at most 1 tokens"),
+        ({"prompts": "missing.jsonl"}, "missing.jsonl"),
+    ],
+)
+def test_what_cannot_work_ends_in_one_line(changes, message, script, arguments, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(script, arguments, **changes)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+    assert not (tmp_path / "converted").exists()
+
+
+def test_a_draft_of_another_target_is_refused(script, arguments, tmp_path, capsys):
+    other = tiny_target("llama", tmp_path, vocab_size=290)
+    with pytest.raises(SystemExit):
+        run(script, arguments, target=other.spec.name)
+    assert "has vocab_size=277, but" in capsys.readouterr().err
