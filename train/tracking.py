@@ -96,6 +96,7 @@ class WandbBackend:
             self.run = wandb.init(**options)
         except wandb.errors.CommError as error:
             logger.warning("W&B cannot be reached (%s): the run is tracked offline in %s", error, folder / "wandb")
+            wandb.teardown()  # the service still holds the run's id
             self.run = wandb.init(**{**options, "mode": "offline"})
         self.run_id: str | None = self.run.id
 

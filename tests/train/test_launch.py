@@ -1,0 +1,54 @@
+"""Launcher and configuration may not contradict each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from specvocab_model.config import Config, ConfigError, DistributedConfig, TrainerConfig
+from train.launch import check_launch, deepspeed_config
+
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "2"}
+
+
+def config(strategy: str) -> Config:
+    return Config(run_name="run", distributed=DistributedConfig(strategy=strategy),
+                  trainer=TrainerConfig(gradient_accumulation_steps=4))
+
+
+@pytest.mark.parametrize(("strategy", "environ", "named"), [
+    ("single", {"WORLD_SIZE": "2"}, ["2 processes", "distributed.strategy=single"]),
+    ("ddp", DEEPSPEED, ["--use_deepspeed", "distributed.strategy=ddp"]),
+    ("zero2", {"ACCELERATE_USE_FSDP": "true"}, ["--use_fsdp", "distributed.strategy=zero2"]),
+    ("zero2", DEEPSPEED | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, ["--zero_stage 3", "distributed.strategy=zero2"]),
+    ("zero2", DEEPSPEED | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, ["--zero_stage 1", "distributed.strategy=zero2"]),
+    ("zero2", DEEPSPEED | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, ["--deepspeed_config_file ds.json"]),
+    ("zero2", DEEPSPEED | {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, ["--offload_param_device cpu"]),
+    ("zero2", DEEPSPEED | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"},
+     ["--gradient_accumulation_steps 1", "trainer.gradient_accumulation_steps=4"]),
+    ("zero2", DEEPSPEED | {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, ["--gradient_clipping 1.0",
+                                                                    "optim.max_grad_norm=0.5"]),
+    ("ddp", {"WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "fp16"}, ["--mixed_precision fp16",
+                                                                        "trainer.mixed_precision=bf16"]),
+])
+def test_a_contradiction_is_refused_naming_both(strategy, environ, named):
+    with pytest.raises(ConfigError) as refused:
+        check_launch(config(strategy), environ)
+    assert all(name in str(refused.value) for name in named)
+
+
+@pytest.mark.parametrize(("strategy", "environ"), [
+    ("single", {}),
+    ("single", {"WORLD_SIZE": "1", "ACCELERATE_MIXED_PRECISION": "no"}),
+    ("ddp", {"WORLD_SIZE": "8", "ACCELERATE_MIXED_PRECISION": "bf16"}),
+    ("zero2", {"WORLD_SIZE": "8", "ACCELERATE_MIXED_PRECISION": "no"}),  # accelerate launch without --use_deepspeed
+    ("zero3", DEEPSPEED | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+                           "ACCELERATE_GRADIENT_CLIPPING": "0.5", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "none"}),
+])
+def test_agreement_and_silence_are_accepted(strategy, environ):
+    check_launch(config(strategy), environ)
+
+
+def test_deepspeed_leaves_weighting_to_the_loop():
+    settings = deepspeed_config(config("zero3"))
+    assert settings["gradient_accumulation_steps"] == 1 and settings["gradient_clipping"] == 0.5
+    assert settings["zero_optimization"]["stage"] == 3 and "bf16" not in settings  # fp32 parameters

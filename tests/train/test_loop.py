@@ -1,0 +1,217 @@
+"""The loop's arithmetic, and what survives when a run is broken off."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specvocab_model.acceptance import AcceptanceSums
+from specvocab_model.config import ConfigError
+from tests.train.runs import (
+    NUM_TRAIN_ROWS,
+    RARE_ROW,
+    RARE_TOKEN,
+    SEQ_LEN,
+    config_of,
+    final_weights,
+    largest_difference,
+    logged,
+    overrides,
+)
+from train.build import Run, build_run
+from train.loop import NonFiniteError, train
+
+NUMBERS = ("train/objective", "optim/grad_norm", "optim/lr", "train/loss", "train/simulated_tau/candidates")
+
+
+def run_of(root, name: str, *changes: str) -> Run:
+    return build_run(config_of(overrides(root, name, *changes)))
+
+
+class Killed(Exception):
+    """Stands for whatever ends a process."""
+
+
+def kill_in_step(run: Run, step: int) -> None:
+    """Let ``run`` die before it updates the weights of ``step``."""
+    update = run.updater.step
+
+    def dying(lr: float) -> float:
+        if run.state.step == step:
+            raise Killed
+        return update(lr)
+
+    run.updater.step = dying
+
+
+def test_the_data_has_a_partial_last_group_and_a_row_without_valid_positions(root):
+    run = run_of(root, "plan")
+    steps = list(run.train_loader)
+    assert {len(step) for step in steps} == {4, run.train_loader.sampler.num_rows % 4} and len(steps[-1]) < 4
+    assert any(set(batch.row_ids) == {"row-1"} for step in steps for batch in step)
+
+
+@pytest.mark.parametrize(("micro_batch_size", "accumulation"), [(4, 1), (2, 2)])
+def test_accumulation_does_not_change_the_numbers(root, reference, micro_batch_size, accumulation):
+    name = f"accumulation-{accumulation}"
+    train(run_of(root, name, f"trainer.micro_batch_size={micro_batch_size}",
+                 f"trainer.gradient_accumulation_steps={accumulation}"))
+    np.testing.assert_allclose(logged(root, name, *NUMBERS), logged(root, reference, *NUMBERS), rtol=2e-5)
+    # Adam turns rounding in a gradient near zero into a part of a learning rate (3e-3).
+    assert largest_difference(final_weights(root, name), final_weights(root, reference)) < 2e-4
+
+
+@pytest.mark.parametrize("normalization", ["valid", "slot"])
+def test_the_objective_is_a_mean_over_all_positions_of_the_step(root, normalization):
+    name = f"objective-{normalization}"
+    run = run_of(root, name, f"trainer.loss_normalization={normalization}", "trainer.max_steps=1")
+    sums, num_slots = AcceptanceSums.zeros(3), 0
+    for batch in next(iter(run.train_loader)):
+        with torch.no_grad():
+            sums = sums + run.forward(batch, torch.ones(3), collect=True).sums
+        num_slots += batch.input_ids.shape[0] * SEQ_LEN
+    mean_over = sums.count if normalization == "valid" else torch.full_like(sums.count, num_slots)
+    expected = (0.8 ** torch.arange(3) * (sums.loss + 0.1 * sums.aux_loss) / mean_over).sum()
+    train(run)
+    assert logged(root, name, "train/objective") == [[1, pytest.approx(float(expected), rel=1e-5)]]
+
+
+def test_resume_equals_the_unbroken_run_bit_for_bit(root, reference):
+    broken = run_of(root, "resumed")
+    kill_in_step(broken, 7)
+    with pytest.raises(Killed):
+        train(broken)
+    torch.rand(3)  # a new process would not have this one's random state
+    assert len(logged(root, "resumed", *NUMBERS)) == 6
+    resumed = run_of(root, "resumed")
+    assert resumed.state.step == 4  # the last one saved
+    train(resumed)
+    assert logged(root, "resumed", *NUMBERS) == logged(root, reference, *NUMBERS)
+    assert logged(root, "resumed", "validation/loss") == logged(root, reference, "validation/loss")
+    assert largest_difference(final_weights(root, "resumed"), final_weights(root, reference)) == 0.0
+
+
+def test_checkpoints_carry_the_random_state(root):
+    run = run_of(root, "random-state", "trainer.max_steps=4")
+    train(run)
+    after = torch.rand(4), np.random.rand(4)
+    torch.manual_seed(99)
+    np.random.seed(99)
+    run_of(root, "random-state", "trainer.max_steps=4")
+    assert torch.equal(torch.rand(4), after[0]) and (np.random.rand(4) == after[1]).all()
+
+
+def test_a_finished_run_does_nothing_more_but_write_its_result_again(root, reference):
+    before = final_weights(root, reference), logged(root, reference, *NUMBERS)
+    (root / reference / "final" / "training.json").unlink()
+    run = run_of(root, reference)
+    train(run)
+    assert run.state.step == run.total_steps
+    assert largest_difference(final_weights(root, reference), before[0]) == 0.0
+    assert logged(root, reference, *NUMBERS) == before[1]
+    assert json.loads((root / reference / "final" / "training.json").read_text())["step"] == run.total_steps
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before(root, monkeypatch):
+    run = run_of(root, "disk-full")
+
+    save_state = run.accelerator.save_state
+
+    def fails_at_8(folder):
+        save_state(folder)
+        if run.state.step == 8:
+            (Path(folder) / "optimizer.bin").write_bytes(b"the first half")
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr(run.accelerator, "save_state", fails_at_8)
+    with pytest.raises(OSError, match="No space left"):
+        train(run)
+    resumed = run_of(root, "disk-full")
+    assert resumed.state.step == 4
+    train(resumed)
+    folders = {path.name for path in (root / "disk-full" / "checkpoints").iterdir()}
+    assert folders == {"latest", "step-8", f"step-{resumed.total_steps}"}  # two kept, nothing half written
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ("optim.lr=1e-2", "optim.lr: 0.003 then, 0.01 now"),
+    ("trainer.gradient_accumulation_steps=2", "trainer.gradient_accumulation_steps: 4 then, 2 now"),
+    ("distributed=ddp", "distributed.strategy: 'single' then, 'ddp' now"),
+])
+def test_a_checkpoint_of_another_configuration_is_refused(root, reference, change, named):
+    with pytest.raises(ConfigError, match="written by another configuration") as refused:
+        run_of(root, reference, change)
+    assert named in str(refused.value)
+
+
+def test_a_checkpoint_of_another_number_of_ranks_is_refused(root):
+    train(run_of(root, "ranks", "trainer.max_steps=1"))
+    path = root / "ranks" / "checkpoints" / "step-1" / "state.json"
+    path.write_text(path.read_text().replace('"number of ranks": 1', '"number of ranks": 8'))
+    with pytest.raises(ConfigError, match="number of ranks: 8 then, 1 now"):
+        run_of(root, "ranks", "trainer.max_steps=1")
+
+
+def test_resume_false_starts_over(root):
+    train(run_of(root, "over", "trainer.max_steps=2"))
+    again = run_of(root, "over", "trainer.max_steps=2", "optim.lr=1e-2", "trainer.resume=false")
+    assert again.state.step == 0 and again.tracker.run_id is None
+    train(again)
+    assert [step for step, _ in logged(root, "over", "optim/lr")] == [1, 2]
+
+
+def test_what_does_not_touch_the_numbers_may_change(root):
+    train(run_of(root, "renamed", "trainer.max_steps=1"))
+    assert run_of(root, "renamed", "trainer.max_steps=1", "trainer.log_every=7", "data.num_workers=1",
+                  "tracking=tensorboard").state.step == 1
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_step_and_the_rows(root):
+    run = run_of(root, "not-finite", "trainer.save_every=1")
+    with torch.no_grad():
+        run.target.model.get_input_embeddings().weight[RARE_TOKEN] = float("nan")
+    culprit = next((step, batch) for step, batches in enumerate(run.train_loader, 1) for batch in batches
+                   if RARE_ROW in batch.row_ids)
+    with pytest.raises(NonFiniteError) as stopped:
+        train(run)
+    message = str(stopped.value)
+    assert message.startswith(f"step {culprit[0]}: loss nan") and "on ranks [0]" in message
+    assert f"rows {', '.join(culprit[1].row_ids)}. " in message
+    assert len(culprit[1].row_ids) < NUM_TRAIN_ROWS / 2
+    assert not (root / "not-finite" / "final").exists()
+    assert not (root / "not-finite" / "checkpoints" / f"step-{culprit[0]}").exists()
+
+
+def test_a_gradient_that_is_not_finite_stops_although_every_loss_is_finite(root, monkeypatch):
+    run = run_of(root, "gradient", "trainer.max_steps=2")
+    backward = run.updater.backward
+    monkeypatch.setattr(run.updater, "backward", lambda loss: backward(loss * float("inf")))
+    with pytest.raises(NonFiniteError, match=r"step 1: loss \d.* gradient norm nan; on ranks \[0\]"):
+        train(run)
+
+
+def test_full_head_trains_without_a_speculator(root):
+    run = run_of(root, "full-head", "head=full", "trainer.max_steps=1")
+    train(run)
+    assert all(name.startswith("draft.") for name in final_weights(root, "full-head"))
+    (numbers,) = logged(root, "full-head", "train/simulated_tau/full", "train/simulated_tau/candidates")
+    assert numbers[1] == numbers[2]
+
+
+def test_training_learns(root):
+    train(run_of(root, "learns", "trainer.num_epochs=10", "optim.lr=0.01", "trainer.validate_every=100"))
+    objectives = [objective for _, objective in logged(root, "learns", "train/objective")]
+    assert np.mean(objectives[-4:]) < 0.9 * np.mean(objectives[:4])
+
+
+def test_bf16_autocast_computes_in_bf16_and_trains_fp32_weights(root):
+    run = run_of(root, "bf16", "trainer.mixed_precision=bf16", "target.dtype=bfloat16", "trainer.max_steps=1")
+    seen = []
+    run.model.draft.fc.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    train(run)
+    assert set(seen) == {torch.bfloat16}
+    assert {weight.dtype for weight in run.model.parameters()} == {torch.float32}
