@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def make_variants(target: Target, model: SpecVocabDraft, seed: int) -> dict[str,
 def as_tokens(target: Target, prompt: Prompt) -> EvalPrompt:
     """Raises ConfigError if the target's chat template refuses the conversation."""
 
-    def encode_turn(answers: list[str]) -> list[int]:
+    def encode_turn(answers: Sequence[str]) -> list[int]:
         return encode_prompt(target.tokenizer, prompt.conversation(answers))
 
     try:

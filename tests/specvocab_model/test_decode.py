@@ -388,3 +388,24 @@ def test_placing_a_draft_keeps_its_rotary_frequencies(llama: Target):
     place_draft(model, llama)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert torch.equal(model.draft.rotary.inv_freq, frequencies)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_on_a_gpu(kind: str, tmp_path: Path):
+    target = tiny_target(kind, tmp_path)
+    target.model.to("cuda")
+    input_ids, model = prompt(9).cuda(), untrained(target)
+    expected = generate(target, input_ids, 30)
+    for head_kind in ("full", "speculative"):
+        head = build_head(head_kind, target, model)
+        output = speculative_generate(target, model, head, input_ids, max_new_tokens=30, num_draft_tokens=NUM_DRAFTS)
+        assert output.sequences == expected
+        sampled = [
+            speculative_generate(
+                target, model, head, input_ids, max_new_tokens=30, num_draft_tokens=NUM_DRAFTS, temperature=1.0,
+                generator=torch.Generator("cuda").manual_seed(0),
+            )
+            for _ in range(2)
+        ]
+        assert sampled[0] == sampled[1]
