@@ -6,6 +6,6 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 install_environment
-export TOKENIZERS_PARALLELISM=false # tokenizers warns when a process that has used it forks
+command -v nvidia-smi >/dev/null || export DS_ACCELERATOR=cpu # else DeepSpeed warns that it found no GPU
 "$PYTHON" scripts/fetch_target.py
 exec "$PYTHON" scripts/pipeline.py +experiment=quickstart "$@"
