@@ -115,9 +115,10 @@ def _convert(gguf: Path, eos_token: str, destination: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
-    if tokenizer.chat_template is None or tokenizer.eos_token != eos_token:
-        raise ConfigError(f"{gguf.name} gave no chat template, or EOS {tokenizer.eos_token!r} instead of {eos_token!r}")
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    if tokenizer.chat_template is None or eos_token not in tokenizer.get_vocab():
+        raise ConfigError(f"{gguf.name} holds no chat template, or no token {eos_token!r}; it is not used")
+    tokenizer.eos_token = tokenizer.pad_token = eos_token  # transformers 5.17 takes a GGUF file's BOS for its EOS
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = tokenizer.eos_token_id
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
     return destination

@@ -156,9 +156,9 @@ _GGUF_LAYER_NAMES = {
 def tiny_gguf(file: Path, *, seed: int = 0) -> PreTrainedModel:
     """Write a tiny tied Llama, its tokenizer and chat template to one GGUF file in fp32; returns the model.
 
-    A GGUF vocabulary must have a merge, so there is one token more ("th") than ``tiny_tokenizer`` has.
+    transformers reads no GGUF tokenizer without merges (5.17: with a single one), hence the tokens "th" and "in".
     """
-    model = tiny_model("llama", seed=seed, vocab_size=TOKENIZER_LENGTH + 1)
+    model = tiny_model("llama", seed=seed, vocab_size=TOKENIZER_LENGTH + 2)
     writer = GGUFWriter(file, "llama")
     _write_gguf_config(writer, model.config)
     _write_gguf_tokenizer(writer)
@@ -197,11 +197,11 @@ def _write_gguf_config(writer: GGUFWriter, config: PreTrainedConfig) -> None:
 
 def _write_gguf_tokenizer(writer: GGUFWriter) -> None:
     vocab = tiny_tokenizer().get_vocab()
-    tokens = [*sorted(vocab, key=vocab.__getitem__), "th"]
+    tokens = [*sorted(vocab, key=vocab.__getitem__), "th", "in"]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.CONTROL if token in SPECIAL_TOKENS else TokenType.NORMAL for token in tokens])
-    writer.add_token_merges(["t h"])
+    writer.add_token_merges(["t h", "i n"])
     writer.add_bos_token_id(IM_START_ID)
     writer.add_eos_token_id(IM_END_ID)
     writer.add_pad_token_id(PAD_ID)

