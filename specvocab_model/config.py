@@ -163,7 +163,7 @@ class TrainerConfig:
     aux_weight: float = 0.1  # weight of the speculator's loss
     step_decay: float = 0.8  # weight of unroll step i is step_decay ** i
     loss_normalization: str = "valid"  # valid: mean over the step's valid positions; slot: over all token slots
-    loss_chunk_tokens: int = 1024  # teacher rows whose logits exist at one time
+    loss_memory_mib: int = 1024  # for logits; the loss works through the positions in chunks that fit
     log_every: int = 10  # optimizer steps
     validate_every: int = 500
     save_every: int = 500
@@ -171,7 +171,7 @@ class TrainerConfig:
     resume: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("num_epochs", "micro_batch_size", "gradient_accumulation_steps", "loss_chunk_tokens",
+        for name in ("num_epochs", "micro_batch_size", "gradient_accumulation_steps", "loss_memory_mib",
                      "log_every", "validate_every", "save_every", "keep_checkpoints"):
             _at_least(f"trainer.{name}", getattr(self, name), 1)
         _at_least("trainer.max_steps", self.max_steps, 1)

@@ -21,7 +21,6 @@ from specvocab_model.losses import Objective, distillation_loss
 from specvocab_model.speculator import VocabSpeculator
 from specvocab_model.target import TargetSpec, default_feature_layers
 
-
 FC_NOISE = 0.3  # share of torch's default initialisation that is left in fc beside the identity
 
 
@@ -98,14 +97,16 @@ class Memory(Protocol):
 class DraftAttention(nn.Module):
     """Grouped-query attention whose projections read the token embedding and the hidden state side by side."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, architecture: DraftArchitecture):
         super().__init__()
-        self.head_dim = config.head_dim
-        query_size, key_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, key_size, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, key_size, bias=False)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.head_dim = architecture.head_dim
+        hidden_size = architecture.hidden_size
+        query_size = architecture.num_attention_heads * self.head_dim
+        key_size = architecture.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(2 * hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(2 * hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(2 * hidden_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, hidden_size, bias=False)
 
     def forward(self, inputs: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         """``inputs`` [B, T, 2d] -> [B, T, d]; ``rotary`` = cos, sin of the positions, each [B, T, head_dim]."""
@@ -120,11 +121,12 @@ class DraftAttention(nn.Module):
 class DraftLayer(nn.Module):
     """EAGLE-3's decoder layer: the residual stream is the hidden state, the embedding enters through attention."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, architecture: DraftArchitecture):
         super().__init__()
+        config = architecture.llama_config()
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = DraftAttention(config)
+        self.self_attn = DraftAttention(architecture)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
@@ -142,7 +144,7 @@ class Draft(nn.Module):
         super().__init__()
         config = architecture.llama_config()
         self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
-        self.midlayer = DraftLayer(config)
+        self.midlayer = DraftLayer(architecture)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = LlamaRotaryEmbedding(config)  # holds no parameter and no persistent buffer
         self.reset_fc()

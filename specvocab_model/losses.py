@@ -25,7 +25,7 @@ class Objective:
     aux_weight: float
     step_decay: float
     normalization: str  # 'valid': each step's mean is over its own valid positions; 'slot': over all token slots
-    chunk_tokens: int  # teacher rows whose logits exist at one time
+    max_bytes: int  # memory for logits
     logit_scale: float = 1.0
     logit_softcap: float | None = None
 
@@ -112,7 +112,7 @@ def distillation_loss(
         aux_weight=objective.aux_weight,
         logit_scale=objective.logit_scale,
         logit_softcap=objective.logit_softcap,
-        chunk_rows=objective.chunk_tokens,
+        max_bytes=objective.max_bytes,
         collect=collect,
     )
     if stats is None:

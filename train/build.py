@@ -173,7 +173,7 @@ def build_objective(config: Config, target: Target) -> Objective:
         aux_weight=trainer.aux_weight,
         step_decay=trainer.step_decay,
         normalization=trainer.loss_normalization,
-        chunk_tokens=trainer.loss_chunk_tokens,
+        max_bytes=trainer.loss_memory_mib * 2**20,
         logit_scale=target.spec.logit_scale,
         logit_softcap=target.spec.logit_softcap,
     )

@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specvocab_kernels.distill import LOSSES, distill
+from specvocab_kernels.distill import LOSSES, distill, row_bytes
 from specvocab_kernels.distill.reference import distill_reference
-
 
 IMPLS = ("torch", "triton")  # triton: in the interpreter where there is no GPU
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,6 +30,11 @@ def problem(steps, rows, vocab_size, hidden_size, rank, *, seed=0, scale=1.0, dt
     }
 
 
+def room_for(rows, impl, tensors):
+    """``max_bytes`` that makes chunks of so many teacher rows."""
+    return rows * row_bytes(impl, tensors["student_hidden"].shape[0], tensors["lm_head"])
+
+
 def to_fp64(tensors):
     return {
         name: tensor.detach().double().requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()
@@ -43,9 +47,9 @@ def losses_and_gradients(function, tensors, **options):
     return total.detach(), stats, {name: tensor.grad for name, tensor in tensors.items() if tensor.requires_grad}
 
 
-def assert_matches_truth(tensors, tolerance, impl, chunk_rows=3, **options):
+def assert_matches_truth(tensors, tolerance, impl, **options):
     total, stats, gradients = losses_and_gradients(
-        distill, tensors, impl=impl, chunk_rows=chunk_rows, collect=True, **options
+        distill, tensors, impl=impl, max_bytes=room_for(3, impl, tensors), collect=True, **options
     )
     expected, expected_stats, truth = losses_and_gradients(distill_reference, to_fp64(tensors), **options)
     torch.testing.assert_close(total.double(), expected.double(), rtol=tolerance, atol=tolerance)
@@ -83,7 +87,8 @@ def test_every_loss_and_its_gradients_match_fp64_autograd(impl, loss, softcap, s
 def test_any_shape_matches(impl, steps, rows, vocab_size, hidden_size, chunk_rows, seed, data):
     rank = data.draw(st.integers(1, hidden_size))
     tensors = problem(steps, rows, vocab_size, hidden_size, rank, seed=seed)
-    total, _, gradients = losses_and_gradients(distill, tensors, impl=impl, chunk_rows=chunk_rows)
+    max_bytes = room_for(chunk_rows, impl, tensors)
+    total, _, gradients = losses_and_gradients(distill, tensors, impl=impl, max_bytes=max_bytes)
     expected, _, truth = losses_and_gradients(distill_reference, to_fp64(tensors))
     torch.testing.assert_close(total.double(), expected.double(), rtol=1e-4, atol=1e-4)
     for name, gradient in gradients.items():
@@ -144,7 +149,8 @@ def test_chunk_size_does_not_change_the_result(impl):
     results = []
     for chunk_rows in (1, 4, 100):
         tensors = problem(steps=2, rows=11, vocab_size=60, hidden_size=8, rank=3)
-        results.append(losses_and_gradients(distill, tensors, impl=impl, chunk_rows=chunk_rows))
+        max_bytes = room_for(chunk_rows, impl, tensors)
+        results.append(losses_and_gradients(distill, tensors, impl=impl, max_bytes=max_bytes))
     for total, _, gradients in results[1:]:
         torch.testing.assert_close(total, results[0][0])
         for name, gradient in gradients.items():
@@ -182,7 +188,7 @@ def test_the_upstream_gradient_scales_everything(impl):
         ({"lm_head": torch.ones(20, 5)}, "lm_head"),
         ({"down_proj": None}, "together"),
         ({"vocab_proj": torch.ones(19, 2)}, "vocab_proj"),
-        ({"chunk_rows": 0}, "chunk_rows"),
+        ({"max_bytes": 0}, "max_bytes"),
     ],
 )
 def test_wrong_inputs_are_refused(change, message):

@@ -1,19 +1,19 @@
-"""The unroll's indices: against the cached token-by-token path, on a hand-made example, and under packing and padding."""
+"""The unroll's indices: against the cached decode path, on a hand-made example, and under packing and padding."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny import tiny_target_config, tiny_target_folder
 
 from specvocab_model.attention import DraftCache
 from specvocab_model.config import DraftConfig, HeadConfig
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.losses import Objective, judged_rows, step_weights, valid_counts
 from specvocab_model.target import load_spec
+from tests.tiny import tiny_target_config, tiny_target_folder
 
 HIDDEN, VOCAB, STEPS = 48, 61, 4
-OBJECTIVE = Objective(loss="forward_kl", aux_weight=0.1, step_decay=0.8, normalization="valid", chunk_tokens=5)
+OBJECTIVE = Objective(loss="forward_kl", aux_weight=0.1, step_decay=0.8, normalization="valid", max_bytes=10_000)
 
 
 def architecture(**changes) -> DraftArchitecture:

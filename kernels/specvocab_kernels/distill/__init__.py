@@ -9,7 +9,9 @@ from specvocab_kernels._impl import choose_impl
 from specvocab_kernels.distill.chunked import ChunkedDistill, DistillOptions
 from specvocab_kernels.distill.reference import LOSSES, DistillStats
 
-__all__ = ["LOSSES", "DistillStats", "distill"]
+__all__ = ["LOSSES", "DistillStats", "distill", "row_bytes"]
+
+TORCH_BYTES_PER_LOGIT = 28  # teacher: logits, p, log p; student: raw, fp32, q, slope and a temporary
 
 
 def distill(
@@ -24,7 +26,7 @@ def distill(
     aux_weight: float = 0.1,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
-    chunk_rows: int = 1024,
+    max_bytes: int = 2**30,
     collect: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, DistillStats | None]:
@@ -42,7 +44,7 @@ def distill(
         down_proj, vocab_proj: [r, d] and [V, r], both or neither; they get gradients.
         weight: [S, N] fp32, not negative. Where it is 0 loss and gradient are exactly 0, whatever the logits.
         loss: one of ``LOSSES``.
-        chunk_rows: teacher rows whose [rows, V] logits exist at one time; bounds the memory.
+        max_bytes: memory for logits; rows are worked off in chunks that fit (one row at least).
         collect: also return per-position measurements.
         impl: "torch" (chunks of plain torch), "triton", or "auto": Triton on a GPU.
 
@@ -71,18 +73,19 @@ def distill(
                 f"down_proj {tuple(down_proj.shape)} and vocab_proj {tuple(vocab_proj.shape)} must be "
                 f"[r, {hidden_size}] and [{lm_head.shape[0]}, r]"
             )
-    if chunk_rows < 1:
-        raise ValueError(f"chunk_rows={chunk_rows} must be at least 1")
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes={max_bytes} must be positive")
 
+    impl = choose_impl("distill", impl, student_hidden.device)
     options = DistillOptions(
         loss=loss,
         aux_weight=aux_weight,
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
-        chunk_rows=chunk_rows,
+        chunk_rows=max(1, max_bytes // row_bytes(impl, steps, lm_head)),
     )
     function: type[torch.autograd.Function] = ChunkedDistill
-    if choose_impl("distill", impl, student_hidden.device) == "triton":
+    if impl == "triton":
         from specvocab_kernels.distill.fused import FusedDistill  # needs the package triton
 
         function = FusedDistill
@@ -92,3 +95,15 @@ def distill(
             student_hidden, down_proj, vocab_proj, teacher_hidden, lm_head, weight, options, stats
         )
     return total, stats
+
+
+def row_bytes(impl: str, num_steps: int, lm_head: Tensor) -> int:
+    """Bytes of logits that one teacher row keeps alive: what ``max_bytes`` is divided by.
+
+    Triton holds the row's and all its students' logits in the products' dtype; the torch path holds those of one step
+    at a time, in fp32 and with the temporaries of the loss.
+    """
+    vocab_size = lm_head.shape[0]
+    if impl == "triton":
+        return (num_steps + 1) * vocab_size * lm_head.element_size()
+    return TORCH_BYTES_PER_LOGIT * vocab_size

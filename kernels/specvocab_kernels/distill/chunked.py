@@ -16,6 +16,8 @@ from torch import Tensor
 from specvocab_kernels.distill.gradients import GRADIENTS, NEEDS_LOG, Teacher
 from specvocab_kernels.distill.reference import DistillStats, cap_logits
 
+CPU_BLOCK_BYTES = 12 * 2**20  # one fp32 block of logits; 64 rows of 49 152 ids measured best
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillOptions:
@@ -52,8 +54,11 @@ class ChunkedDistill(torch.autograd.Function):
         teacher = teacher.to(dtype).masked_fill((weight == 0).all(0)[:, None], 0.0)
         down, vocab = (None if matrix is None else matrix.to(dtype) for matrix in (down, vocab))
         total = torch.zeros((), dtype=torch.float32, device=student.device)
-        for start in range(0, teacher.shape[0], options.chunk_rows):
-            rows = slice(start, start + options.chunk_rows)
+        chunk_rows = options.chunk_rows
+        if student.device.type == "cpu":  # elementwise passes over a block that stays in the cache are twice as fast
+            chunk_rows = min(chunk_rows, max(1, CPU_BLOCK_BYTES // (4 * lm_head.shape[0])))
+        for start in range(0, teacher.shape[0], chunk_rows):
+            rows = slice(start, start + chunk_rows)
             logits = _final_logits(teacher[rows] @ lm_head.mT, options)
             shared = Teacher.from_logits(logits, options.loss in NEEDS_LOG)
             for step in range(student.shape[0]):

@@ -7,6 +7,8 @@ then their gradient, then the speculator's logits, then theirs.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -69,51 +71,40 @@ def _one_chunk(
     buffer: Tensor,
 ) -> None:
     """Losses, gradients and measurements of the teacher rows ``rows`` and all student rows that share them."""
-    num_steps = student.shape[0]
+    num_steps, count = student.shape[0], teacher[rows].shape[0]
     hidden = student[:, rows].flatten(0, 1)  # [S * C, d]
     weights = weight[:, rows].flatten().contiguous()  # flatten is a strided view where C is 1
-    count = teacher[rows].shape[0]
+    judge = partial(
+        launch_student, loss=options.loss, scale=options.logit_scale, softcap=options.logit_softcap,
+        collect=stats is not None,
+    )  # fmt: skip
+
+    def by_step(values: Tensor) -> Tensor:
+        return values.view(num_steps, count)
+
     teacher_logits = torch.mm(teacher[rows], lm_head.mT, out=buffer[:count])
-    logits = buffer[count : count * (1 + num_steps)]
-
-    lse, entropy = (torch.full((count,), float("nan"), device=weight.device) for _ in range(2))
-    top = torch.full((count,), -1, dtype=torch.int64, device=weight.device)
-    launch_teacher(teacher_logits, lse, top, entropy, options.logit_scale, options.logit_softcap)
-    shared = {"loss": options.loss, "scale": options.logit_scale, "softcap": options.logit_softcap}
-
-    def fresh(like: Tensor, value: float) -> Tensor:
-        return torch.full((num_steps * count,), value, dtype=like.dtype, device=like.device)
-
-    value, student_top = fresh(losses, float("nan")), None
-    torch.mm(hidden, lm_head.mT, out=logits)
-    measured = {}
-    if stats is not None:
-        student_top, accept = fresh(top, -1), fresh(losses, float("nan"))
-        measured = {"acceptance_out": accept, "top_out": student_top}
-    launch_student(logits, teacher_logits, lse, top, weights, value, **shared, **measured)
-    losses[0, :, rows] = value.view(num_steps, count)
+    shared = launch_teacher(teacher_logits, options.logit_scale, options.logit_softcap)
+    logits = torch.mm(hidden, lm_head.mT, out=buffer[count : count * (1 + num_steps)])
+    exact = judge(logits, shared, weights)
+    losses[0, :, rows] = by_step(exact.loss)
     grad_hidden = logits @ lm_head
-    if stats is not None and student_top is not None:
-        stats.correct[:, rows] = student_top.view(num_steps, count) == top
-        stats.acceptance[:, rows] = measured["acceptance_out"].view(num_steps, count)
-        stats.entropy[:, rows] = entropy
+    if stats is not None:
+        stats.correct[:, rows] = by_step(exact.top) == shared.top
+        stats.acceptance[:, rows] = by_step(exact.acceptance)
+        stats.entropy[:, rows] = shared.entropy
+        stats.target_rank[:, rows] = stats.draft_rank[:, rows] = 0
 
     if down is not None and vocab is not None and grads.down is not None and grads.vocab is not None:
         low_rank = hidden @ down.mT
         torch.mm(low_rank, vocab.mT, out=logits)
-        if stats is not None and student_top is not None:
-            ranks = {"target_rank_out": fresh(top, -1), "compared_rank_out": fresh(top, -1)}
-            measured = {"acceptance_out": fresh(losses, 0.0), "top_out": fresh(top, -1), "compared": student_top}
-            measured |= ranks
-        launch_student(logits, teacher_logits, lse, top, weights * options.aux_weight, value, **shared, **measured)
-        losses[1, :, rows] = value.view(num_steps, count)
+        compared = exact.top if stats is not None else None
+        approximate = judge(logits, shared, weights * options.aux_weight, compared=compared)
+        losses[1, :, rows] = by_step(approximate.loss)
         if stats is not None:
-            stats.target_rank[:, rows] = ranks["target_rank_out"].view(num_steps, count)
-            stats.draft_rank[:, rows] = ranks["compared_rank_out"].view(num_steps, count)
+            stats.target_rank[:, rows] = by_step(approximate.target_rank)
+            stats.draft_rank[:, rows] = by_step(approximate.compared_rank)
         grads.vocab += logits.mT @ low_rank
         grad_low_rank = logits @ vocab
         grads.down += grad_low_rank.mT @ hidden
         grad_hidden.addmm_(grad_low_rank, down)
-    elif stats is not None:
-        stats.target_rank[:, rows] = stats.draft_rank[:, rows] = 0
     grads.student[:, rows] = grad_hidden.view(num_steps, count, -1)

@@ -51,6 +51,7 @@ def forward_kl(teacher: Teacher, z: Tensor) -> tuple[Tensor, Tensor]:
 
 def reverse_kl(teacher: Teacher, z: Tensor) -> tuple[Tensor, Tensor]:
     """dz = q (log q - log p - KL)."""
+    assert teacher.log_p is not None
     log_q = torch.log_softmax(z, -1).clamp_min_(LOG_FLOOR)
     q, ratio = log_q.exp(), log_q.sub_(teacher.log_p)
     value = _dot(q, ratio)

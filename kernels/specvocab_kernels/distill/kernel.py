@@ -7,6 +7,9 @@ twice and written once, and nothing else of size V moves.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -141,11 +144,10 @@ def student_kernel(
     ids = tl.arange(0, BLOCK)
     w = tl.load(weight + row)
     target = tl.load(teacher_top + at)
-    if COLLECT:
-        if RANK:
-            other = tl.load(compared + row)
-            target_score = tl.load(logits + target).to(tl.float32)
-            other_score = tl.load(logits + other).to(tl.float32)
+    if RANK:
+        other = tl.load(compared + row)
+        target_score = tl.load(logits + target).to(tl.float32)
+        other_score = tl.load(logits + other).to(tl.float32)
 
     top = float("-inf")
     total = 0.0
@@ -157,9 +159,9 @@ def student_kernel(
         x = tl.where(start + ids < vocab_size, _final(raw, scale, softcap, CAPPED), float("-inf"))
         if COLLECT:
             argmax = tl.where(tl.max(x, 0) > top, start + tl.argmax(x, 0), argmax)
-            if RANK:
-                above_target += tl.sum((raw > target_score).to(tl.int32), 0)
-                above_other += tl.sum((raw > other_score).to(tl.int32), 0)
+        if RANK:
+            above_target += tl.sum((raw > target_score).to(tl.int32), 0)
+            above_other += tl.sum((raw > other_score).to(tl.int32), 0)
         top, total = _online(x, top, total)
     lse = top + tl.log(total)
     t_lse = tl.load(teacher_lse + at)
@@ -203,9 +205,9 @@ def student_kernel(
     if COLLECT:
         tl.store(acceptance_out + row, accept)
         tl.store(top_out + row, argmax)
-        if RANK:
-            tl.store(target_rank_out + row, above_target)
-            tl.store(compared_rank_out + row, above_other)
+    if RANK:
+        tl.store(target_rank_out + row, above_target)
+        tl.store(compared_rank_out + row, above_other)
 
 
 def block_size(vocab_size: int) -> int:
@@ -213,46 +215,65 @@ def block_size(vocab_size: int) -> int:
     return min(MAX_BLOCK, triton.next_power_of_2(vocab_size))
 
 
-def launch_teacher(logits: Tensor, lse: Tensor, top: Tensor, entropy: Tensor, scale: float, softcap: float | None):
-    """``logits`` [C, V] raw -> lse, top (int64), entropy, each [C]."""
-    rows, vocab_size = logits.shape
-    teacher_kernel[(rows,)](
+@dataclass(frozen=True, slots=True)
+class TeacherRows:
+    """One chunk of teacher rows. ``logits`` [C, V] raw; the others [C]."""
+
+    logits: Tensor
+    lse: Tensor
+    top: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StudentRows:
+    """What one launch says about its rows, all [S * C]; pre-filled with NaN and -1, so that an unwritten one shows."""
+
+    loss: Tensor
+    acceptance: Tensor
+    top: Tensor
+    target_rank: Tensor
+    compared_rank: Tensor
+
+
+def launch_teacher(logits: Tensor, scale: float, softcap: float | None) -> TeacherRows:
+    """Normalise raw teacher ``logits`` [C, V]."""
+    count, vocab_size = logits.shape
+    lse, entropy = (torch.full((count,), float("nan"), device=logits.device) for _ in range(2))
+    top = torch.full((count,), -1, dtype=torch.int64, device=logits.device)
+    teacher_kernel[(count,)](
         logits, lse, top, entropy, vocab_size, logits.stride(0), scale, softcap or 1.0,
         CAPPED=softcap is not None, BLOCK=block_size(vocab_size), num_warps=8,
     )  # fmt: skip
+    return TeacherRows(logits, lse, top, entropy)
 
 
 def launch_student(
     logits: Tensor,
-    teacher: Tensor,
-    teacher_lse: Tensor,
-    teacher_top: Tensor,
+    teacher: TeacherRows,
     weight: Tensor,
-    loss_out: Tensor,
     *,
     loss: str,
     scale: float,
     softcap: float | None,
-    acceptance_out: Tensor | None = None,
-    top_out: Tensor | None = None,
+    collect: bool,
     compared: Tensor | None = None,
-    target_rank_out: Tensor | None = None,
-    compared_rank_out: Tensor | None = None,
-) -> None:
-    """Turn raw student ``logits`` [S * C, V] into their weighted gradient in place; row ``s * C + n`` belongs to
-    teacher row ``n``. Measurements are written where an output is given: argmax and acceptance together, and ranks
-    together with them if ``compared`` is given."""
-    rows, vocab_size = teacher.shape
-    collect, rank = acceptance_out is not None, compared is not None
-    unused = loss_out  # Triton wants a pointer also where a constexpr switch leaves it unread
-    student_kernel[(logits.shape[0],)](
-        logits, teacher, teacher_lse, teacher_top, weight,
-        compared if compared is not None else unused,
-        loss_out,
-        acceptance_out if acceptance_out is not None else unused,
-        top_out if top_out is not None else unused,
-        target_rank_out if target_rank_out is not None else unused,
-        compared_rank_out if compared_rank_out is not None else unused,
-        logits.shape[0] // rows, rows, vocab_size, logits.stride(0), teacher.stride(0), scale, softcap or 1.0,
-        LOSS=loss, CAPPED=softcap is not None, COLLECT=collect, RANK=rank, BLOCK=block_size(vocab_size), num_warps=8,
+) -> StudentRows:
+    """Turn raw student ``logits`` [S * C, V] into ``weight`` [S * C] times their gradient, in place.
+
+    Row ``s * C + n`` belongs to teacher row ``n``. With ``collect`` argmax and acceptance are measured too, and with
+    ``compared`` [S * C] also how many ids score above the teacher's argmax and above ``compared``.
+    """
+    count, vocab_size = teacher.logits.shape
+    size, device = logits.shape[0], logits.device
+    value, accept = (torch.full((size,), float("nan"), device=device) for _ in range(2))
+    top, target_rank, compared_rank = (torch.full((size,), -1, dtype=torch.int64, device=device) for _ in range(3))
+    student_kernel[(size,)](
+        logits, teacher.logits, teacher.lse, teacher.top, weight,
+        top if compared is None else compared,  # a pointer is wanted even where it stays unread
+        value, accept, top, target_rank, compared_rank,
+        size // count, count, vocab_size, logits.stride(0), teacher.logits.stride(0), scale, softcap or 1.0,
+        LOSS=loss, CAPPED=softcap is not None, COLLECT=collect, RANK=compared is not None,
+        BLOCK=block_size(vocab_size), num_warps=8,
     )  # fmt: skip
+    return StudentRows(value, accept, top, target_rank, compared_rank)
