@@ -39,8 +39,10 @@ class Row:
 
 def table_of(rows: Sequence[Row]) -> pa.Table:
     """Rows as an arrow table of ``SCHEMA``."""
-    records = [{**asdict(row), "num_loss_tokens": row.num_loss_tokens,
-                "messages": row.messages and json.dumps(row.messages, ensure_ascii=False)} for row in rows]
+    records = []
+    for row in rows:
+        messages = None if row.messages is None else json.dumps(row.messages, ensure_ascii=False)
+        records.append({**asdict(row), "num_loss_tokens": row.num_loss_tokens, "messages": messages})
     return pa.Table.from_pylist(records, SCHEMA)
 
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shlex
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 UNFINISHED_FILE = "manifest.unfinished.json"
+STALE_SECONDS = 3600  # a temporary file is written in seconds; after an hour its writer is dead
 MAKE_COMMAND = "python data_gen/main.py +experiment=NAME"
 
 
@@ -185,7 +187,7 @@ class ShardWriter:
             pq.write_table(table_of(rows), file, compression="zstd")
 
     def finalise(self) -> Manifest:
-        """Write the manifest; called by one process when all shards are there.
+        """Write the manifest; called by one rank when all shards are there.
 
         Raises:
             ValueError: two rows have the same id.
@@ -220,9 +222,11 @@ class ShardWriter:
             shards=shards,
         )
         _write_json(self.folder / MANIFEST_FILE, asdict(manifest))
-        (self.folder / UNFINISHED_FILE).unlink()
-        for left_over in self.folder.glob(".*.tmp"):  # of processes that were killed
-            left_over.unlink()
+        # A launcher that was killed may have left workers behind that finish this folder as well.
+        (self.folder / UNFINISHED_FILE).unlink(missing_ok=True)
+        for temporary in self.folder.glob(".*.tmp"):
+            if time.time() - temporary.stat().st_mtime > STALE_SECONDS:
+                temporary.unlink(missing_ok=True)
         return manifest
 
     def _check_settings(self, made_with: dict[str, Any]) -> None:

@@ -1,0 +1,181 @@
+"""The command as a whole: what its rows are, that a kill costs nothing, and that ranks do not matter."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import data_gen.stage
+from data_gen.chat import encode_prompt, user_turn
+from data_gen.engines import SamplingParams, TransformersEngine
+from data_gen.magpie import invented_prompts
+from data_gen.prompts import load_prompts
+from data_gen.shards import load_rows, read_manifest
+from specvocab_model.config import ConfigError
+from specvocab_model.target import Target
+from tests.data_gen.runs import (
+    ENVIRONMENT,
+    FOLDERS,
+    MAIN,
+    NUM_PROMPTS,
+    TOO_LONG,
+    contents,
+    overrides,
+    run_here,
+    write_inputs,
+)
+from tests.tiny import EOS_IDS, tiny_target_config, tiny_tokenizer
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("generation"))
+
+
+@pytest.fixture(scope="module")
+def whole(root) -> dict[str, bytes]:
+    """The files of a run that nothing interrupted."""
+    run_here(overrides(root, "whole"))
+    return contents(root / "whole")
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [row | {"messages": json.loads(row["messages"])} for row in load_rows(folder).to_list()]
+
+
+def test_every_prompt_is_answered_once_and_split(root, whole):
+    train, validation = (rows_of(root / "whole" / name) for name in FOLDERS[1:])
+    invented, dropped = invented_prompts(load_rows(root / "whole" / FOLDERS[0]))
+    assert invented and dropped["unfinished"]
+    asked = {prompt.id for prompt in load_prompts(root / "prompts.jsonl")} - {TOO_LONG} | {p.id for p in invented}
+    ids = [row["id"] for row in train + validation]
+    assert sorted(ids) == sorted(asked)
+    assert train and validation
+    manifests = [read_manifest(root / "whole" / name) for name in FOLDERS[1:]]
+    assert sum(manifest.num_prompts - manifest.num_rows for manifest in manifests) == 1  # the one that is too long
+
+
+def test_invented_prompts_are_asked_as_they_were_written(root, whole):
+    invented, _ = invented_prompts(load_rows(root / "whole" / "data-magpie"))
+    texts = {prompt.id: prompt.messages[0]["content"] for prompt in invented}
+    rows = [row for name in FOLDERS[1:] for row in rows_of(root / "whole" / name) if row["source"] == "magpie"]
+    assert {row["id"]: row["messages"][0]["content"] for row in rows} == texts
+    header = user_turn(tiny_tokenizer()).header_ids
+    for row in rows_of(root / "whole" / "data-magpie"):
+        assert row["input_ids"][: len(header)] == header
+        assert row["loss_mask"] == [0] * len(header) + [1] * (len(row["input_ids"]) - len(header))
+
+
+def test_greedy_rows_are_prompt_ids_and_generated_ids(root):
+    """Nothing is tokenised again: with random bytes as answers, text would not give the ids back."""
+    changes = ("generation.temperature=0", "generation.magpie_prompts=0")
+    run_here(overrides(root, "greedy", *changes))
+    target = Target.load(tiny_target_config(root / "target", "llama"), device="cpu")
+    params = SamplingParams(max_new_tokens=24, stop_token_ids=EOS_IDS)
+    alone = TransformersEngine(target, batch_tokens=1)  # batches of one
+    conversations = {prompt.id: prompt.conversation() for prompt in load_prompts(root / "prompts.jsonl")}
+    rows = [row for name in FOLDERS[1:] for row in rows_of(root / "greedy" / name)]
+    assert len(rows) == NUM_PROMPTS - 1
+    not_from_text = 0
+    for row in rows:
+        prompt_ids = encode_prompt(target.tokenizer, conversations[row["id"]])
+        (_, completion), = alone.generate([prompt_ids], params, seed=0)
+        assert row["input_ids"] == prompt_ids + completion.token_ids
+        assert row["loss_mask"] == [0] * len(prompt_ids) + [1] * len(completion.token_ids)
+        assert row["num_loss_tokens"] == len(completion.token_ids)
+        assert row["finish_reason"] == completion.finish_reason
+        assert (row["input_ids"][-1] in EOS_IDS) == (completion.finish_reason == "stop")
+        assert row["messages"][:-1] == conversations[row["id"]] and row["messages"][-1]["role"] == "assistant"
+        text = row["messages"][-1]["content"]
+        not_from_text += target.tokenizer(text)["input_ids"] != completion.token_ids
+    assert not_from_text > 0
+    assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+
+
+def test_a_finished_run_is_recognised_without_loading_the_target(root, whole, monkeypatch, capsys):
+    def refuse(*_):
+        raise AssertionError("loaded the target")
+
+    monkeypatch.setattr(data_gen.stage, "build_engine", refuse)
+    run_here(overrides(root, "whole", "generation.batch_tokens=300"))  # decides how, not what
+    assert contents(root / "whole") == whole
+    assert capsys.readouterr().out.count("finished before") == 3
+    with pytest.raises(AssertionError, match="loaded the target"):
+        run_here(overrides(root, "fresh"))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("generation.top_p=0.5", "sampling.top_p was 1.0 and is now 0.5"),
+        ("generation.max_prompt_tokens=190", "prompts.max_tokens was 200 and is now 190"),
+        ("generation.rows_per_shard=5", "rows_per_shard was 4 and is now 5"),
+        ("seed=3", "seed was 0 and is now 3"),
+        ("target.dtype=bfloat16", "target.dtype was 'float32' and is now 'bfloat16'"),
+        ("generation.validation_fraction=0.5", "prompts.count was"),
+    ],
+)
+def test_data_of_other_settings_is_never_mixed_in(root, whole, change, named):
+    with pytest.raises(ConfigError, match="was made with other settings") as error:
+        run_here(overrides(root, "whole", change))
+    assert named in str(error.value) and "rm -r " in str(error.value)
+    assert contents(root / "whole") == whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (["target.model=no/such-model"], r"no/such-model.*scripts/fetch_target\.py"),
+        (["generation.prompt_files=[]", "generation.magpie_prompts=0"], "no prompts: give generation.prompt_files"),
+        (["generation.prompt_files=[absent.jsonl]"], "there is no prompt file 'absent.jsonl'"),
+        (["generation.max_new_tokens=400"], "= 600 exceeds the 512 positions"),
+        (["generation.magpie_prompts=0", "generation.num_prompts=2"], "leaves . prompts for training"),
+    ],
+)
+def test_what_cannot_run_stops_before_anything_is_loaded(root, monkeypatch, changes, reason):
+    monkeypatch.setattr(data_gen.stage, "build_engine", None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=reason):
+        run_here(overrides(root, "refused", *changes))
+
+
+def killed_when(seen: Path, command: list[str]) -> None:
+    """Start ``command``; as soon as the file ``seen`` is there, kill it and the workers that it has started."""
+    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL) as process:
+        while not seen.exists():
+            assert process.poll() is None, "ended before it was killed"
+            time.sleep(0.002)
+        launcher = psutil.Process(process.pid)
+        workers = launcher.children(recursive=True)
+        for each in (launcher, *workers):
+            each.kill()
+        psutil.wait_procs(workers)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_killed_twice_and_continued_on_other_ranks_nothing_is_lost_or_doubled(root, whole):
+    run = root / "killed"
+    arguments = [str(MAIN), *overrides(root, "killed")]
+    killed_when(run / "data-magpie" / "shard-00001.parquet", [sys.executable, *arguments])
+    assert not (run / "data-magpie" / "manifest.json").exists()
+    killed_when(run / "data" / "shard-00002.parquet", [*TORCHRUN, *arguments])
+    assert (run / "data-magpie" / "manifest.json").exists() and not (run / "data" / "manifest.json").exists()
+    run_here(overrides(root, "killed"))
+    assert contents(run) == whole
+
+
+def test_two_ranks_give_the_rows_of_one(root, whole):
+    result = subprocess.run([*TORCHRUN, str(MAIN), *overrides(root, "ranks")], env=ENVIRONMENT, capture_output=True,
+                            text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert contents(root / "ranks") == whole
+    lines = result.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["magpie", "prompts", "train", "validation"], "only rank 0 speaks"
+    assert "tokens/s" in lines[-1]

@@ -1,0 +1,217 @@
+"""Shards: rows come back as written, bad rows and other settings are refused, and a killed writer loses nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_gen.shards import MANIFEST_FILE, Row, ShardWriter, load_rows, read_manifest
+from specvocab_model.config import ConfigError
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+VOCAB_SIZE, STOP = 50, (7, 9)
+SETTINGS = {"target": {"fingerprint": "f"}, "sampling": {"temperature": 0.5, "stop_token_ids": STOP}}
+GOOD = Row(id="r", source="s", input_ids=[1, 2, 3, 7], loss_mask=[0, 0, 1, 1], finish_reason="stop")
+
+
+def writer(folder, num_prompts=10, rows_per_shard=4, **changes) -> ShardWriter:
+    return ShardWriter(folder, target="t", settings=SETTINGS | changes, num_prompts=num_prompts,
+                       rows_per_shard=rows_per_shard, vocab_size=VOCAB_SIZE, stop_token_ids=STOP)
+
+
+def rows_for(count: int) -> list[Row]:
+    return [replace(GOOD, id=f"a/b c={number}", messages=[{"role": "user", "content": f"é {number}"}])
+            for number in range(count)]
+
+
+def finish(shard_writer: ShardWriter, rows: list[Row]):
+    if manifest := shard_writer.open():
+        return manifest
+    for index in shard_writer.missing_shards():
+        shard_writer.write(index, rows[shard_writer.prompt_range(index)])
+    return shard_writer.finalise()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def test_importing_it_loads_neither_torch_nor_transformers():
+    heavy = {"torch", "transformers", "datasets"}
+    code = f"import sys, data_gen.shards, data_gen.prompts; print({heavy} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=True)
+    assert result.stdout.strip() == "set()"
+
+
+prompt_ids = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=8)
+response_ids = st.lists(st.integers(0, VOCAB_SIZE - 1).filter(lambda token: token not in STOP), min_size=1, max_size=8)
+messages = st.none() | st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]),
+                                                       "content": st.text(st.characters(codec="utf-8"))}), max_size=2)
+texts = st.text(st.characters(codec="utf-8"), max_size=6)
+
+
+@st.composite
+def row_lists(draw) -> list[Row]:
+    ids = draw(st.lists(texts, unique=True, max_size=9))
+    rows = []
+    for row_id in ids:
+        prompt, response, stop = draw(prompt_ids), draw(response_ids), draw(st.sampled_from([None, *STOP]))
+        response = response if stop is None else [*response, stop]
+        rows.append(Row(id=row_id, source=draw(texts), input_ids=prompt + response,
+                        loss_mask=[0] * len(prompt) + [1] * len(response),
+                        finish_reason="length" if stop is None else "stop", messages=draw(messages)))
+    return rows
+
+
+@settings(max_examples=15, deadline=None)
+@given(rows=row_lists(), rows_per_shard=st.integers(1, 4), data=st.data())
+def test_rows_come_back_whichever_shards_were_there_before(rows, rows_per_shard, data):
+    with tempfile.TemporaryDirectory() as root:
+        begun = writer(Path(root, "a"), len(rows), rows_per_shard)
+        begun.open()
+        for index in data.draw(st.permutations(range(begun.num_shards)).flatmap(
+                lambda order: st.integers(0, len(order)).map(lambda count: order[:count]))):
+            begun.write(index, rows[begun.prompt_range(index)])
+        manifest = finish(writer(Path(root, "a"), len(rows), rows_per_shard), rows)
+        assert finish(writer(Path(root, "b"), len(rows), rows_per_shard), rows) == manifest
+        assert files(Path(root, "a")) == files(Path(root, "b"))
+
+        loaded = load_rows(Path(root, "a")).to_list()
+        assert [{**row, "messages": row["messages"] and json.loads(row["messages"])} for row in loaded] == [
+            {"id": row.id, "source": row.source, "input_ids": row.input_ids, "loss_mask": row.loss_mask,
+             "num_loss_tokens": sum(row.loss_mask), "finish_reason": row.finish_reason,
+             "messages": None if row.messages is None else row.messages} for row in rows]
+        assert (manifest.num_rows, manifest.num_tokens, manifest.num_loss_tokens) == (
+            len(rows), sum(len(row.input_ids) for row in rows), sum(sum(row.loss_mask) for row in rows))
+        assert sum(manifest.finish_reasons.values()) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"loss_mask": [0, 0, 1]}, "3 entries for 4 ids"),
+        ({"loss_mask": [0, 0, 2, 1]}, "something else than 0 and 1"),
+        ({"loss_mask": [0, 0, 0, 0]}, "no token is marked"),
+        ({"loss_mask": [1, 1, 1, 1]}, "nothing predicts it"),
+        ({"input_ids": [1, 2, 50, 7]}, r"outside \[0, 50\)"),
+        ({"input_ids": [1, -1, 3, 7]}, r"outside \[0, 50\)"),
+        ({"finish_reason": "abort"}, "'abort' is none of"),
+        ({"finish_reason": "length"}, r"finish_reason is 'length', but the last response token is \[7\]"),
+        ({"input_ids": [1, 2, 3, 4]}, r"finish_reason is 'stop', but the last response token is \[4\]"),
+        ({"input_ids": [1, 2, 9, 7]}, r"stop tokens \[9\] lie inside"),
+        ({"input_ids": [], "loss_mask": []}, "no token is marked"),
+    ],
+)
+def test_a_row_that_contradicts_itself_is_refused_and_leaves_no_file(tmp_path, changes, reason):
+    shard_writer = writer(tmp_path)
+    shard_writer.open()
+    with pytest.raises(ValueError, match=f"row 'r': .*{reason}"):
+        shard_writer.write(0, [replace(GOOD, **changes)])
+    assert list(tmp_path.glob("*shard*")) == []
+
+
+def test_stop_tokens_in_the_prompt_are_ordinary(tmp_path):
+    shard_writer = writer(tmp_path, num_prompts=1)
+    shard_writer.open()
+    shard_writer.write(0, [replace(GOOD, input_ids=[7, 9, 3, 7])])
+    assert shard_writer.missing_shards() == []
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_other_settings_are_refused_by_name(tmp_path, finished):
+    shard_writer, rows = writer(tmp_path), rows_for(10)
+    shard_writer.open()
+    shard_writer.write(0, rows[:4])
+    if finished:
+        finish(shard_writer, rows)
+    before = files(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        writer(tmp_path, sampling={"temperature": 0.0, "stop_token_ids": STOP}, extra=1).open()
+    message = str(error.value)
+    assert "extra was None and is now 1, sampling.temperature was 0.5 and is now 0.0." in message
+    assert f"rm -r {tmp_path}" in message and "\n" not in message
+    assert "stop_token_ids" not in message
+    assert files(tmp_path) == before
+    assert (writer(tmp_path).open() is not None) == finished
+
+
+def test_shards_of_unknown_origin_are_refused(tmp_path):
+    finish(writer(tmp_path), rows_for(10))
+    (tmp_path / MANIFEST_FILE).unlink()
+    with pytest.raises(ConfigError, match=r"shard-00000\.parquet but no manifest"):
+        writer(tmp_path).open()
+
+
+def test_doubled_ids_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="1 row ids appear more than once, first 'a/b c=3'"):
+        finish(writer(tmp_path), [*rows_for(9), rows_for(4)[3]])
+    assert not (tmp_path / MANIFEST_FILE).exists()
+
+
+def test_reading_what_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent has no data; make it with `python data_gen/main\.py seed=1`"):
+        load_rows(tmp_path / "absent", command="python data_gen/main.py seed=1")
+    writer(tmp_path).open()
+    with pytest.raises(ConfigError, match=r"is not finished; continue it with `python data_gen/main\.py "):
+        read_manifest(tmp_path)
+
+
+def test_a_shard_that_is_not_as_described_is_refused(tmp_path):
+    finish(writer(tmp_path), rows_for(10))
+    shard = tmp_path / "shard-00001.parquet"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    with pytest.raises(ConfigError, match=rf"00001\.parquet has {len(content) - 1} bytes instead of {len(content)}"):
+        load_rows(tmp_path)
+    shard.unlink()
+    with pytest.raises(ConfigError, match=r"shard-00001\.parquet is missing"):
+        load_rows(tmp_path)
+
+
+def test_another_schema_version_is_refused(tmp_path):
+    finish(writer(tmp_path), rows_for(10))
+    content = json.loads((tmp_path / MANIFEST_FILE).read_text())
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps(content | {"schema_version": 0}))
+    with pytest.raises(ConfigError, match="has schema version 0, this code reads 1"):
+        read_manifest(tmp_path)
+
+
+WRITE_FOR_EVER = """
+import sys
+from tests.data_gen.test_shards import finish, rows_for, writer
+shard_writer = writer(sys.argv[1], num_prompts=1000, rows_per_shard=10)
+print("ready", flush=True)
+finish(shard_writer, rows_for(1000))
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.1])
+def test_a_killed_writer_leaves_whole_shards_only(tmp_path, seconds):
+    with subprocess.Popen([sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE,
+                          env=ENVIRONMENT) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        time.sleep(seconds)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    shard_writer, rows = writer(tmp_path, num_prompts=1000, rows_per_shard=10), rows_for(1000)
+    assert len(shard_writer.missing_shards()) > 0, "killed too late to test anything"
+    for name, age in (("dead", 7200), ("alive", 0)):
+        half_written = tmp_path / f".shard-00099.parquet.{name}.tmp"
+        half_written.write_bytes(b"half a sha")
+        os.utime(half_written, (time.time() - age,) * 2)
+    finish(shard_writer, rows)
+    assert load_rows(tmp_path)["id"][:] == [row.id for row in rows]
+    (tmp_path / ".shard-00099.parquet.alive.tmp").unlink()  # of a process that may still write it: not taken away
+    of_the_killed = {name for name in files(tmp_path) if name.endswith(".tmp")}
+    assert len(of_the_killed) <= 1 and ".shard-00099.parquet.dead.tmp" not in of_the_killed
+    assert sorted(files(tmp_path).keys() - of_the_killed) == [
+        MANIFEST_FILE, *(f"shard-{index:05d}.parquet" for index in range(100))]
