@@ -25,9 +25,6 @@ class FusedDistill(torch.autograd.Function):
         num_steps, num_rows, _ = student.shape
         dtype, device = lm_head.dtype, student.device
         grads = Gradients.zeros_like(student, dtype, down, vocab)
-        # Rows of weight 0 are blanked: a NaN there would survive the multiplication by 0.
-        student = student.to(dtype).masked_fill((weight == 0)[..., None], 0.0)
-        teacher = teacher.to(dtype).masked_fill((weight == 0).all(0)[:, None], 0.0)
         down, vocab = (None if matrix is None else matrix.to(dtype) for matrix in (down, vocab))
         losses = torch.full((2, num_steps, num_rows), float("nan"), device=device)  # student's, speculator's
         chunk_rows = _even_chunks(num_rows, options.chunk_rows)
@@ -72,8 +69,10 @@ def _one_chunk(
 ) -> None:
     """Losses, gradients and measurements of the teacher rows ``rows`` and all student rows that share them."""
     num_steps, count = student.shape[0], teacher[rows].shape[0]
-    hidden = student[:, rows].flatten(0, 1)  # [S * C, d]
     weights = weight[:, rows].flatten().contiguous()  # flatten is a strided view where C is 1
+    # Rows of weight 0 are blanked: a NaN there would survive the multiplication by 0.
+    hidden = student[:, rows].flatten(0, 1).to(lm_head.dtype).masked_fill((weights == 0)[:, None], 0.0)  # [S * C, d]
+    taught = teacher[rows].to(lm_head.dtype).masked_fill((weight[:, rows] == 0).all(0)[:, None], 0.0)
     judge = partial(
         launch_student, loss=options.loss, scale=options.logit_scale, softcap=options.logit_softcap,
         collect=stats is not None,
@@ -82,7 +81,7 @@ def _one_chunk(
     def by_step(values: Tensor) -> Tensor:
         return values.view(num_steps, count)
 
-    teacher_logits = torch.mm(teacher[rows], lm_head.mT, out=buffer[:count])
+    teacher_logits = torch.mm(taught, lm_head.mT, out=buffer[:count])
     shared = launch_teacher(teacher_logits, options.logit_scale, options.logit_softcap)
     logits = torch.mm(hidden, lm_head.mT, out=buffer[count : count * (1 + num_steps)])
     exact = judge(logits, shared, weights)
