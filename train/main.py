@@ -13,6 +13,7 @@ import sys
 from data_gen.shards import read_manifest
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError
+from specvocab_model.draft import DraftArchitecture
 from specvocab_model.target import load_spec
 from train.build import build_run
 from train.loop import NonFiniteError, train
@@ -40,7 +41,9 @@ def check_inputs(config: Config) -> None:
     problems: list[str] = []
     fingerprint: str | None = None
     try:
-        fingerprint = load_spec(config.target).fingerprint
+        spec = load_spec(config.target)
+        fingerprint = spec.fingerprint
+        DraftArchitecture.from_target(spec, config.draft)
     except ConfigError as error:
         problems.append(str(error))
     for path in (config.data.train_path, config.data.validation_path):

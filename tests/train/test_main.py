@@ -44,6 +44,11 @@ def test_everything_that_is_missing_is_named_at_once_with_the_command_that_makes
     assert not list((root / "missing").iterdir())
 
 
+def test_a_draft_that_does_not_fit_the_target_is_refused(root, monkeypatch, capsys, nothing_is_loaded):
+    assert run_command(monkeypatch, overrides(root, "misfit", "draft.feature_layers=[2,4,99]")) == 2
+    assert "draft.feature_layers=[2, 4, 99] must be below the target's 8 layers" in capsys.readouterr().err
+
+
 def test_data_of_another_target_are_refused(root, tmp_path, monkeypatch, capsys, nothing_is_loaded):
     manifest = json.loads((root / "train" / "manifest.json").read_text())
     manifest["settings"]["target"]["fingerprint"] = "of another"
