@@ -13,6 +13,7 @@ from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 
 from data_gen.chat import encode_prompt
@@ -29,7 +30,8 @@ SLOWEST_RANK = timedelta(days=30)  # ranks that are done wait for it
 
 @hydra_main
 def main(config: Config) -> None:
-    state = PartialState(cpu=config.distributed.cpu, timeout=SLOWEST_RANK)
+    # Without cpu=True, accelerate finds no backend where there is no GPU, and each rank would do all the work alone.
+    state = PartialState(cpu=config.distributed.cpu or not torch.cuda.is_available(), timeout=SLOWEST_RANK)
     generate(StageRunner(config, state))
     state.destroy_process_group()
 
