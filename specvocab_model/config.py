@@ -145,6 +145,10 @@ class GenerationConfig:
         for name in ("magpie_max_new_tokens", "max_prompt_tokens", "max_new_tokens", "batch_tokens", "rows_per_shard"):
             _at_least(f"generation.{name}", getattr(self, name), 1)
         _at_least("generation.num_prompts", self.num_prompts, 1)
+        if self.top_p == 0:
+            raise ConfigError("generation.top_p=0 leaves no token; for greedy answers set temperature=0")
+        if self.magpie_prompts and self.magpie_temperature == 0:
+            raise ConfigError("generation.magpie_temperature=0 would invent the same prompt every time; set it to 1.0")
         if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
             raise ConfigError(f"generation.temperature=0 is greedy and cannot be combined with "
                               f"top_p={self.top_p}, top_k={self.top_k}; set a temperature or drop them")

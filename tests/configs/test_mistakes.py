@@ -30,6 +30,8 @@ MISTAKES = {
     "out of range": ([HERE, "optim.warmup_ratio=2"], "optim.warmup_ratio=2.0 must lie between 0 and 1"),
     "negative": ([HERE, "optim.lr=-1"], "optim.lr=-1.0 must be positive"),
     "greedy with top-p": ([HERE, "generation.top_p=0.9"], "generation.temperature=0 is greedy"),
+    "top-p of nothing": ([HERE, "generation.top_p=0", "generation.temperature=1"], "top_p=0 leaves no token"),
+    "greedy magpie": ([HERE, "generation.magpie_temperature=0"], "would invent the same prompt every time"),
     "validation is training": ([HERE, "data.validation_path=${data.train_path}"], "is also data.train_path"),
     "broken interpolation": ([HERE, "optim.lr=${sed}"], "Interpolation key 'sed' not found (at optim.lr)"),
     "interpolation of the wrong type": ([HERE, "optim.lr=${run_name}"], "(at optim.lr)"),
