@@ -30,7 +30,8 @@ from specvocab_model.config import Config, ConfigError
 REPOSITORY = Path(__file__).resolve().parent.parent
 HEARTBEAT_S = 2.0  # how much of a stage's time a kill can lose
 GRACE_S = 30.0  # for a stage to end after it was told to
-QUIET = {
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # see scripts/environment.sh
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",  # one flashes by whenever a shard is opened
     "TOKENIZERS_PARALLELISM": "false",  # otherwise tokenizers warns when loader workers are forked
 }
@@ -137,7 +138,7 @@ def run(stage: Stage, fingerprint: str, config: Config, record: Record, lock: in
         "-m", "accelerate.commands.launch"]
     command = [sys.executable, *launcher, str(REPOSITORY / stage.script), *sys.argv[1:]]
     # The stage inherits the lock: should this process be killed alone, no second run starts while the stage lives on.
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(lock,), env=QUIET | os.environ) as process:
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(lock,), env=ENVIRONMENT | os.environ) as process:
         try:
             code = None
             while code is None:
