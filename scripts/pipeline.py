@@ -45,6 +45,7 @@ class Stage:
     script: str
     settings: dict[str, Any]  # everything its result depends on beside the stages before it
     result: Path  # exists once the stage has finished
+    several_ranks: bool = False  # can be started on several devices at once
 
 
 @hydra_main
@@ -70,8 +71,12 @@ def plan(config: Config) -> list[Stage]:
     """The four stages with their settings.
 
     Raises:
-        ConfigError: a prompt file does not exist.
+        ConfigError: a prompt file does not exist, or there would be nothing to compare.
     """
+    if config.head.type != "speculative" or config.eval.temperature > 0:
+        raise ConfigError("the pipeline compares greedy output under the speculative head; with head.type="
+                          f"{config.head.type} and eval.temperature={config.eval.temperature} start its four commands "
+                          "one by one")
     nodes = asdict(config)
     output = Path(config.output_dir)
     prompts = [_file_hash("generation.prompt_files", name) for name in config.generation.prompt_files]
@@ -82,12 +87,14 @@ def plan(config: Config) -> list[Stage]:
             settings={"prompts": prompts, "folders": [config.data.train_path, config.data.validation_path]}
             | {key: nodes[key] for key in ("seed", "target", "generation")},
             result=Path(config.data.train_path, MANIFEST_FILE),
+            several_ranks=True,
         ),
         Stage(
             name="train",
             script="train/main.py",
             settings={key: nodes[key] for key in ("draft", "head", "data", "trainer", "optim", "distributed")},
             result=output / "final" / "training.json",
+            several_ranks=True,
         ),
         Stage(name="export", script="scripts/export.py", settings={}, result=output / "export" / "config.json"),
         Stage(
@@ -131,14 +138,21 @@ class Record:
         write_json(self.path, self.stages)
 
 
+def command(stage: Stage, config: Config) -> list[str]:
+    """What is typed to run the stage alone; several ranks are started as the user has set up ``accelerate``."""
+    several = stage.several_ranks and config.distributed.strategy != "single"
+    launcher = ["-m", "accelerate.commands.launch"] if several else []
+    return [sys.executable, *launcher, str(REPOSITORY / stage.script), *sys.argv[1:]]
+
+
 def run(stage: Stage, fingerprint: str, config: Config, record: Record, lock: int) -> None:
     """Run one stage to its end; exits with its exit code if it fails."""
     before, start = record.start(stage, fingerprint), time.monotonic()
-    launcher = [] if config.distributed.strategy == "single" or stage.name != "train" else [
-        "-m", "accelerate.commands.launch"]
-    command = [sys.executable, *launcher, str(REPOSITORY / stage.script), *sys.argv[1:]]
     # The stage inherits the lock: should this process be killed alone, no second run starts while the stage lives on.
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(lock,), env=ENVIRONMENT | os.environ) as process:
+    process = subprocess.Popen(
+        command(stage, config), stdin=subprocess.DEVNULL, pass_fds=(lock,), env=ENVIRONMENT | os.environ
+    )
+    with process:
         try:
             code = None
             while code is None:

@@ -46,7 +46,7 @@ def hydra_main(function: Callable[[Config], None]) -> Callable[[], None]:
 
 
 def _compose(function: Callable[[Config], None]) -> list[Config]:
-    """One checked configuration, or several with Hydra's ``--multirun``.
+    """The checked configuration; none where Hydra was only asked to show something (``--cfg job``, ``--help``).
 
     Hydra only composes; the command itself runs after Hydra has returned. So whatever is raised in here is about the
     configuration, and what the command raises has no Hydra frames around it.
@@ -57,6 +57,8 @@ def _compose(function: Callable[[Config], None]) -> list[Config]:
     def collect(config: DictConfig) -> None:
         composed.append(config)
 
+    if {"-m", "--multirun"} & set(sys.argv):
+        raise ConfigError("--multirun runs all points in one process and output folder; start one command per point")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them over several lines
     register_schemas()
     try:

@@ -36,6 +36,7 @@ MISTAKES = {
     "broken interpolation": ([HERE, "optim.lr=${sed}"], "Interpolation key 'sed' not found (at optim.lr)"),
     "interpolation of the wrong type": ([HERE, "optim.lr=${run_name}"], "(at optim.lr)"),
     "no equals sign": ([HERE, "trainer.max_steps"], "cannot read the override 'trainer.max_steps'"),
+    "multirun": ([HERE, "optim.lr=1e-3,1e-4", "-m"], "--multirun runs all points in one process"),
     "open bracket": ([HERE, "optim.betas=["], "cannot read the override 'optim.betas=['"),
 }
 
@@ -78,6 +79,18 @@ def test_mistake_in_an_experiment_file(body, expected, monkeypatch, tmp_path, ca
     assert run(command, arguments, monkeypatch, tmp_path) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and expected in err
+
+
+def test_hydra_can_show_the_configuration_without_running(monkeypatch, tmp_path, capsys):
+    @hydra_main
+    def command(config):
+        pytest.fail("the command started")
+
+    monkeypatch.setattr(sys, "argv", ["command", HERE, "--cfg", "job"])
+    monkeypatch.chdir(tmp_path)
+    command()
+    assert "run_name: quickstart" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_only_the_first_rank_of_a_machine_speaks(monkeypatch, tmp_path, capsys):

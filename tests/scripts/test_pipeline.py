@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from scripts.pipeline import Record, Stage, exclusive, plan, run
+from scripts.pipeline import Record, Stage, command, exclusive, plan, run
 from specvocab_model.config import CONFIG_DIR, Config, ConfigError, parse_config, register_schemas
 
 REPOSITORY = Path(CONFIG_DIR).parent
@@ -70,6 +70,25 @@ def test_missing_prompt_file_is_named(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     with pytest.raises(ConfigError, match=r"eval\.prompts: there is no file 'nowhere\.jsonl'"):
         plan(quickstart("eval.prompts=nowhere.jsonl"))
+
+
+@pytest.mark.parametrize("override", ["head=full", "eval.temperature=1"])
+def test_what_has_no_results_is_refused(override, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    with pytest.raises(ConfigError, match="start its four commands one by one"):
+        plan(quickstart(override))
+
+
+def test_a_strategy_of_several_ranks_goes_through_accelerate(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", "+experiment=quickstart", "distributed=zero2"])
+    config = quickstart("distributed=zero2")
+    launched = [stage.name for stage in plan(config) if "accelerate.commands.launch" in command(stage, config)]
+    assert launched == ["generate", "train"]
+    for stage in plan(config):
+        assert command(stage, config)[-3:] == [str(REPOSITORY / stage.script), *sys.argv[1:]]
+        assert Path(command(stage, config)[-3]).is_file()
+    assert not any("accelerate.commands.launch" in command(stage, quickstart()) for stage in plan(quickstart()))
 
 
 def test_a_stage_is_finished_only_with_the_same_settings_and_its_result(stage, tmp_path):
