@@ -1,30 +1,34 @@
 """What a draft position may attend to: while training (unrolled over whole sequences) and while decoding (cached).
 
-Both are an ``attend(query, key, value)`` that first takes in the new keys and values and then answers the queries,
-so the decoder layer in ``draft.py`` is the same code in both.
+Both are an ``attend(query, key, value)`` that first takes in the new keys and values and then answers the queries.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
+from specvocab_kernels.unroll_attention import Spans, unroll_attention
 from torch import Tensor
 
 
+class Memory(Protocol):
+    """Where a layer leaves its new keys and values and what its queries are answered from."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
+
+
 class UnrollMemory:
-    """Keys and values of one unrolled training pass over packed rows.
+    """Keys and values of one unrolled training pass over packed documents.
 
     Step 0 leaves a key at every position; a query at position ``t`` of any step sees the step-0 keys ``s <= t`` of
     its own document. Every later step adds one key a position, which is seen by that position alone: in decoding it
     would be a drafted token that only its own continuation follows.
     """
 
-    def __init__(self, document_ids: Tensor):
-        """``document_ids`` [B, T] int: equal for the tokens of one document, different for its neighbours."""
-        seq_len = document_ids.shape[1]
-        same_document = document_ids[:, :, None] == document_ids[:, None, :]
-        causal = torch.ones(seq_len, seq_len, dtype=torch.bool, device=document_ids.device).tril()
-        self.mask = (same_document & causal)[:, None, None]  # [B, 1, 1, T, T]
+    def __init__(self, spans: Spans):
+        self.spans = spans
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -32,25 +36,15 @@ class UnrollMemory:
         """Softmax attention of one unroll step.
 
         Args:
-            query: [B, H, T, D]; ``key`` and ``value``: [B, H_kv, T, D], H a multiple of H_kv.
+            query: [M, H, D], the unrolled positions; ``key`` and ``value``: [N, H_kv, D] of all positions at step 0,
+                [M, H_kv, D] afterwards.
 
         Returns:
-            [B, H, T, D]
+            [M, H, D]
         """
         self.keys.append(key)
         self.values.append(value)
-        batch, num_heads, seq_len, head_dim = query.shape
-        query = query.view(batch, key.shape[1], -1, seq_len, head_dim) * head_dim**-0.5  # [B, H_kv, G, T, D]
-
-        shared = query @ self.keys[0][:, :, None].mT  # [B, H_kv, G, T, T]
-        scores = [shared.float().masked_fill(~self.mask, float("-inf"))]
-        scores += [(query * own[:, :, None]).sum(-1, keepdim=True).float() for own in self.keys[1:]]
-        weights = torch.cat(scores, dim=-1).softmax(-1).to(query.dtype)
-
-        out = weights[..., :seq_len] @ self.values[0][:, :, None]
-        for i, own in enumerate(self.values[1:]):
-            out = out + weights[..., seq_len + i : seq_len + i + 1] * own[:, :, None]
-        return out.reshape(batch, num_heads, seq_len, head_dim)
+        return unroll_attention(query, self.keys[0], self.values[0], self.keys[1:], self.values[1:], self.spans)
 
 
 class DraftCache:
@@ -73,11 +67,20 @@ class DraftCache:
             self.key, self.value = self.key[:, :, :length], self.value[:, :, :length]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Append the new positions, then causal attention over all cached ones. Shapes as in ``UnrollMemory``."""
+        """Append the new positions, then causal attention over all cached ones.
+
+        Args:
+            query: [B, T, H, D]; ``key`` and ``value``: [B, T, H_kv, D], H a multiple of H_kv.
+
+        Returns:
+            [B, T, H, D]
+        """
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if self.key is None or self.value is None:
             self.key, self.value = key, value
         else:
             self.key, self.value = torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2)
         num_new, num_all = query.shape[2], self.key.shape[2]
         mask = torch.ones(num_new, num_all, dtype=torch.bool, device=query.device).tril(num_all - num_new)
-        return F.scaled_dot_product_attention(query, self.key, self.value, attn_mask=mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(query, self.key, self.value, attn_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2)

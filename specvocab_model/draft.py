@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from specvocab_model.acceptance import AcceptanceSums
-from specvocab_model.attention import DraftCache, UnrollMemory
+from specvocab_model.attention import DraftCache, Memory
 from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
 from specvocab_model.losses import Objective, distillation_loss
 from specvocab_model.speculator import VocabSpeculator
 from specvocab_model.target import TargetSpec, default_feature_layers
+from specvocab_model.unroll import UnrollPlan, plan_unroll, unroll, unrolled_positions
 
 FC_NOISE = 0.3  # share of torch's default initialisation that is left in fc beside the identity
 
@@ -88,12 +89,6 @@ class DraftArchitecture:
         )
 
 
-class Memory(Protocol):
-    """Where a layer leaves its new keys and values and what its queries are answered from."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
-
-
 class DraftAttention(nn.Module):
     """Grouped-query attention whose projections read the token embedding and the hidden state side by side."""
 
@@ -109,13 +104,46 @@ class DraftAttention(nn.Module):
         self.o_proj = nn.Linear(query_size, hidden_size, bias=False)
 
     def forward(self, inputs: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
-        """``inputs`` [B, T, 2d] -> [B, T, d]; ``rotary`` = cos, sin of the positions, each [B, T, head_dim]."""
-        split = (*inputs.shape[:2], -1, self.head_dim)
-        query, key, value = (
-            project(inputs).view(split).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = apply_rotary_pos_emb(query, key, *(table.to(value.dtype) for table in rotary))
-        return self.o_proj(memory.attend(query, key, value).transpose(1, 2).flatten(2))
+        """``inputs`` [B, T, 2d] -> [B, T, H, D]; ``rotary`` = cos, sin of the positions, each [B, T, head_dim]."""
+        projected = torch.cat([project(inputs) for project in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
+        query, key, value = self.split_heads(projected)
+        query, key = self.rotate(query, key, *rotary)
+        return memory.attend(query, key, value)
+
+    def split_weights(self) -> tuple[Tensor, Tensor]:
+        """All three projections, stacked: what reads the token embedding, and what reads the hidden state.
+
+        Each [(H + 2 H_kv) * D, d]. The first half of the input columns belongs to the embedding.
+        """
+        stacked = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        token_weight, hidden_weight = stacked.chunk(2, dim=1)
+        return token_weight, hidden_weight
+
+    def split_heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[.., (H + 2 H_kv) * D] -> query [.., H, D], key and value [.., H_kv, D]."""
+        sizes = [project.out_features for project in (self.q_proj, self.k_proj, self.v_proj)]
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in projected.split(sizes, dim=-1))
+        return query, key, value.contiguous()  # a view would keep the whole projection alive until backward
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotary embedding of [.., H, D] with tables [.., D]."""
+        return apply_rotary_pos_emb(query, key, cos.to(key.dtype), sin.to(key.dtype), unsqueeze_dim=-2)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm: reduced in fp32, returned in the type of its input, also under autocast.
+
+    (Autocast leaves the weight in fp32, and fp32 it would make of everything that comes out.)
+    """
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return nn.functional.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), self.eps)
 
 
 class DraftLayer(nn.Module):
@@ -124,16 +152,20 @@ class DraftLayer(nn.Module):
     def __init__(self, architecture: DraftArchitecture):
         super().__init__()
         config = architecture.llama_config()
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = DraftAttention(architecture)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
     def forward(self, hidden: Tensor, token_embeds: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         """``hidden`` and ``token_embeds`` [B, T, d] -> pre-norm output [B, T, d]."""
         inputs = torch.cat([self.input_layernorm(token_embeds), self.hidden_norm(hidden)], dim=-1)
-        hidden = hidden + self.self_attn(inputs, rotary, memory)
+        return self.finish(hidden, self.self_attn(inputs, rotary, memory))
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Everything after the attention: ``hidden`` [.., d], ``attended`` [.., H, D] -> [.., d]."""
+        hidden = hidden + self.self_attn.o_proj(attended.flatten(-2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -145,7 +177,7 @@ class Draft(nn.Module):
         config = architecture.llama_config()
         self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = DraftLayer(architecture)
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = LlamaRotaryEmbedding(config)  # holds no parameter and no persistent buffer
         self.reset_fc()
 
@@ -163,47 +195,26 @@ class Draft(nn.Module):
         """The target's features [B, T, 3d] -> step-0 hidden state [B, T, d]."""
         return self.fc(features)
 
-    def step(self, hidden: Tensor, token_embeds: Tensor, position_ids: Tensor, memory: Memory) -> Tensor:
-        """One pass of the layer.
+    def forward_cached(self, hidden: Tensor, token_embeds: Tensor, position_ids: Tensor, cache: DraftCache) -> Tensor:
+        """One pass of the layer for decoding: causal over everything in ``cache`` and the new positions, appended.
 
         Args:
-            hidden: [B, T, d], ``fuse(features)`` at step 0, this function's own output afterwards.
+            hidden: [B, T, d], ``fuse(features)`` or this function's own output for a drafted token.
             token_embeds: [B, T, d], the target's embedding of the token after each position.
             position_ids: [B, T] int, rotary positions.
-            memory: receives the new keys and values and answers the queries.
 
         Returns:
             [B, T, d], before the final norm.
         """
-        return self.midlayer(hidden, token_embeds, self.rotary(hidden, position_ids), memory)
-
-    def forward_cached(self, hidden: Tensor, token_embeds: Tensor, position_ids: Tensor, cache: DraftCache) -> Tensor:
-        """``step`` for decoding: causal over everything in ``cache`` and the new positions, which it appends."""
-        return self.step(hidden, token_embeds, position_ids, cache)
+        return self.midlayer(hidden, token_embeds, self.rotary(hidden, position_ids), cache)
 
     def unroll(
         self, features: Tensor, token_embeds: Tensor, position_ids: Tensor, document_ids: Tensor, num_steps: int
     ) -> Tensor:
-        """All steps of EAGLE-3's training-time test over packed rows.
-
-        Step ``i`` at position ``t`` reads the token ``x[t+1+i]`` and its own output of step ``i-1`` at the same
-        ``t``, at rotary position ``t+i``. Tokens past the end of a row are zero vectors: nothing valid reads them.
-
-        Args:
-            features: [B, T, 3d]; ``token_embeds``: [B, T, d] of the row's own tokens, unshifted.
-            position_ids: [B, T], starting again at 0 in every document; ``document_ids``: [B, T].
-
-        Returns:
-            [S, B, T, d], after the final norm: what the output embedding is applied to.
-        """
-        memory = UnrollMemory(document_ids)
-        hidden = self.fuse(features)
-        outputs = []
-        for i in range(num_steps):
-            following = nn.functional.pad(token_embeds, (0, 0, 0, 1 + i))[:, 1 + i :]
-            hidden = self.step(hidden, following, position_ids + i, memory)
-            outputs.append(self.norm(hidden))
-        return torch.stack(outputs)
+        """``unroll.unroll`` at every position: [S, B, T, d], after the final norm."""
+        everywhere = unrolled_positions(document_ids, torch.ones_like(document_ids, dtype=torch.bool).flatten())
+        steps = unroll(self, features, token_embeds, position_ids, everywhere, num_steps)
+        return self.norm(torch.stack(tuple(steps))).unflatten(1, document_ids.shape)
 
 
 class TrainOutput(NamedTuple):
@@ -253,24 +264,29 @@ class SpecVocabDraft(nn.Module):
         step_weights: Tensor,
         objective: Objective,
         collect: bool = False,
+        plan: UnrollPlan | None = None,
     ) -> TrainOutput:
         """Unroll the draft over packed rows and distil the target's full distribution into it.
 
         Args:
             features: [B, T, 3d], ``final_hidden`` [B, T, d]: the target's, without gradient.
             token_embeds: [B, T, d], ``lm_head_weight`` [V, d]: the target's frozen embeddings.
-            position_ids, document_ids, loss_mask: [B, T], see ``unroll`` and ``losses.judged_rows``.
+            position_ids, document_ids, loss_mask: [B, T], see ``unroll.judged_rows``.
             step_weights: [S] fp32, weight of one valid position of each step (``losses.step_weights``).
             collect: also measure what ``acceptance.AcceptanceSums`` holds.
+            plan: ``unroll.plan_unroll`` of the masks, made on the CPU to spare a GPU the wait; made here if not given.
         """
-        hidden = self.draft.unroll(features, token_embeds, position_ids, document_ids, len(step_weights))
+        num_steps = len(step_weights)
+        if plan is None:
+            plan = plan_unroll(loss_mask, document_ids, num_steps)
+        steps = unroll(self.draft, features, token_embeds, position_ids, plan.unrolled, num_steps)
+        judged = torch.stack([hidden.index_select(0, at) for hidden, at in zip(steps, plan.student_at, strict=True)])
         distilled = distillation_loss(
-            hidden,
-            final_hidden,
+            self.draft.norm(judged),
+            final_hidden.flatten(0, 1),
             lm_head_weight,
             self.speculator,
-            loss_mask=loss_mask,
-            document_ids=document_ids,
+            rows=plan.rows,
             step_weights=step_weights,
             objective=objective,
             collect=collect,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specvocab_model.acceptance import AcceptanceSums, prefix_products
 from specvocab_model.speculator import VocabSpeculator
+from specvocab_model.unroll import JudgedRows, judged_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,40 +29,6 @@ class Objective:
     max_bytes: int  # memory for logits
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class JudgedRows:
-    """The teacher rows that some step is judged by, and the student rows that belong to each."""
-
-    teacher: Tensor  # [N] index into the flattened [B * T] positions
-    student: Tensor  # [S, N] likewise; the start position of step i; 0 where not valid
-    valid: Tensor  # [S, N] bool
-
-
-def judged_rows(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -> JudgedRows:
-    """Find the positions that enter the loss.
-
-    Step ``i`` at position ``t`` is valid where ``loss_mask[t+2+i] == 1`` and ``t+2+i`` lies in the same document as
-    ``t``; it is judged by teacher row ``t+1+i``.
-
-    Args:
-        loss_mask, document_ids: [B, T] int.
-    """
-    seq_len = loss_mask.shape[1]
-    at = torch.arange(seq_len, device=loss_mask.device)
-    predicted = (at + 1).clamp(max=seq_len - 1)  # the token that teacher row `at` predicts
-    supervised = (loss_mask[:, predicted] == 1) & (at + 1 < seq_len)
-    valid = []
-    for step in range(num_steps):
-        start = at - 1 - step
-        inside = document_ids[:, start.clamp(min=0)] == document_ids[:, predicted]
-        valid.append(supervised & inside & (start >= 0))
-    by_step = torch.stack(valid).flatten(1)  # [S, B * T]
-    teacher = by_step.any(0).nonzero()[:, 0]
-    steps = torch.arange(num_steps, device=loss_mask.device)[:, None]
-    kept = by_step[:, teacher]
-    return JudgedRows(teacher, torch.where(kept, teacher - 1 - steps, 0), kept)
 
 
 def valid_counts(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -> Tensor:
@@ -80,13 +47,12 @@ def step_weights(objective: Objective, counts: Tensor) -> Tensor:
 
 
 def distillation_loss(
-    hidden: Tensor,
+    student_hidden: Tensor,
     final_hidden: Tensor,
     lm_head_weight: Tensor,
     speculator: VocabSpeculator | None,
     *,
-    loss_mask: Tensor,
-    document_ids: Tensor,
+    rows: JudgedRows,
     step_weights: Tensor,
     objective: Objective,
     collect: bool,
@@ -94,16 +60,13 @@ def distillation_loss(
     """Weighted sum of the draft's and the speculator's loss over all valid positions of all steps.
 
     Args:
-        hidden: [S, B, T, d] of ``Draft.unroll``; ``final_hidden`` [B, T, d]; ``lm_head_weight`` [V, d].
-        loss_mask, document_ids: [B, T]; ``step_weights`` [S].
+        student_hidden: [S, N, d], after the draft's final norm, at the start positions ``rows.student``.
+        final_hidden: [B * T, d]; ``lm_head_weight`` [V, d]; ``step_weights`` [S].
         collect: also return the sums that metrics are made of.
     """
-    rows = judged_rows(loss_mask, document_ids, hidden.shape[0])
-    flat = hidden.flatten(1, 2)  # [S, B * T, d]
-    student = flat.gather(1, rows.student[..., None].expand(-1, -1, flat.shape[-1]))
     loss, stats = distill(
-        student,
-        final_hidden.flatten(0, 1)[rows.teacher],
+        student_hidden,
+        final_hidden.index_select(0, rows.teacher),
         lm_head_weight,
         None if speculator is None else speculator.down_proj.weight,
         None if speculator is None else speculator.vocab_proj.weight,
@@ -118,7 +81,7 @@ def distillation_loss(
     if stats is None:
         return loss, None
     num_candidates = lm_head_weight.shape[0] if speculator is None else speculator.num_candidates
-    return loss, _acceptance_sums(stats, rows, loss_mask.numel(), num_candidates)
+    return loss, _acceptance_sums(stats, rows, final_hidden.shape[0], num_candidates)
 
 
 def _acceptance_sums(stats: DistillStats, rows: JudgedRows, num_positions: int, num_candidates: int) -> AcceptanceSums:
@@ -127,10 +90,9 @@ def _acceptance_sums(stats: DistillStats, rows: JudgedRows, num_positions: int, 
     in_candidates = stats.target_rank < num_candidates
 
     def by_start(flags: Tensor) -> Tensor:
-        placed = torch.zeros(valid.shape[0], num_positions, dtype=torch.bool, device=valid.device)
-        step, row = valid.nonzero(as_tuple=True)
-        placed[step, rows.student[step, row]] = flags[step, row]
-        return placed
+        # Without waiting for the device to count: what is not valid goes to a column of its own, which is dropped.
+        placed = torch.zeros(valid.shape[0], num_positions + 1, dtype=torch.bool, device=valid.device)
+        return placed.scatter_(1, torch.where(valid, rows.student, num_positions), flags)[:, :-1]
 
     valid_at = by_start(valid)
     reached, survived = prefix_products(by_start(stats.correct), valid_at)

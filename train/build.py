@@ -23,6 +23,7 @@ from specvocab_model.draft import SpecVocabDraft, TrainOutput
 from specvocab_model.losses import Objective
 from specvocab_model.speculator import collect_final_hidden
 from specvocab_model.target import Target
+from specvocab_model.unroll import plan_unroll
 from train.checkpoint import Checkpoints, TrainState, run_identity
 from train.launch import build_accelerator
 from train.metrics import FlopsModel, IntervalMeter, peak_flops
@@ -63,6 +64,7 @@ class Run:
 
     def forward(self, batch: Batch, step_weights: Tensor, *, collect: bool) -> TrainOutput:
         """Target, then draft, on one micro-batch; ``step_weights`` [S] on the device."""
+        plan = plan_unroll(batch.loss_mask, batch.document_ids, self.num_unroll_steps).to(self.accelerator.device)
         batch = batch.to(self.accelerator.device)
         output = self.target.forward(batch.input_ids, position_ids=batch.position_ids)
         dtype = torch.bfloat16 if self.config.trainer.mixed_precision == "bf16" else torch.float32
@@ -77,6 +79,7 @@ class Run:
             step_weights=step_weights,
             objective=self.objective,
             collect=collect,
+            plan=plan,
         )
 
     def record(self, metrics: dict[str, float]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specvocab_kernels.distill import LOSSES, distill, row_bytes
-from specvocab_kernels.distill.reference import distill_reference
+from specvocab_kernels.distill.gradients import GRADIENTS, NEEDS_LOG, Teacher
+from specvocab_kernels.distill.reference import LOG_FLOOR, distill_reference
 
 IMPLS = ("torch", "triton")  # triton: in the interpreter where there is no GPU
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -106,6 +107,115 @@ def test_extreme_logits_never_give_nan(impl, loss, teacher_scale, student_scale)
     assert torch.isfinite(total)
     assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
     assert torch.isfinite(stats.entropy).all() and torch.isfinite(stats.loss).all()
+
+
+def judge(impl, loss, teacher_logits, logits):
+    """Value [C] and slope [C, V] of a loss straight from logits."""
+    if impl == "torch":
+        return GRADIENTS[loss](Teacher.from_logits(teacher_logits.clone(), loss in NEEDS_LOG), logits.clone())
+    from specvocab_kernels.distill.kernel import launch_student, launch_teacher
+
+    options = {"scale": 1.0, "softcap": None, "collect": True}
+    slope, weight = logits.clone(), torch.ones(len(logits), device=DEVICE)
+    judged = launch_student(slope, launch_teacher(teacher_logits, **options), weight, loss=loss, **options)
+    assert torch.equal(judged.top, logits.argmax(-1))
+    return judged.loss, slope
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("vocab_size", [1, 255, 4100])
+def test_odd_teachers_match_fp64(impl, loss, vocab_size):
+    generator = torch.Generator().manual_seed(vocab_size)
+    teacher = torch.randn(7, vocab_size, generator=generator)
+    teacher[0] = 0.0  # uniform, and all logits equal
+    teacher[1, 1:] = -1e4  # one-hot
+    teacher[2] = torch.where(teacher[2] > 0, 1e4, -1e4)
+    teacher[3, 1:] = float("-inf")
+    teacher[4, : vocab_size // 2] = float("-inf")  # longer than a tile where the vocabulary is
+    teacher[5, -1] = 30.0
+    logits = torch.randn(7, vocab_size, generator=generator)
+    logits[6] = 1.0  # equal logits of the student
+    value, slope = judge(impl, loss, teacher.to(DEVICE), logits.to(DEVICE))
+    wanted_logits = logits.double().requires_grad_()
+    log_p, log_q = (torch.log_softmax(z, -1).clamp_min(LOG_FLOOR) for z in (teacher.double(), wanted_logits))
+    wanted = LOSSES[loss](log_p, log_q)
+    (wanted_slope,) = torch.autograd.grad(wanted.sum(), wanted_logits)
+    # Rows 1 to 4 hold numbers of size 1e4 (logits, or the floor of log p), whose fp32 neighbours are 1e-3 apart.
+    for rows, tolerance in (([0, 5, 6], 2e-5), ([1, 2, 3, 4], 2e-3)):
+        actual, expected = value.double().cpu()[rows], wanted.detach()[rows]
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+        actual, expected = slope.double().cpu()[rows], wanted_slope[rows]
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance / 10)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("hidden_size", [8, 24, 72])
+@pytest.mark.parametrize("vocab_size", [151936, 4097])
+def test_the_tail_of_a_large_vocabulary(impl, hidden_size, vocab_size):
+    tensors = problem(steps=1, rows=2, vocab_size=vocab_size, hidden_size=hidden_size, rank=8, scale=0.3)
+    tensors["student_hidden"].data[:] = tensors["lm_head"][-1]  # the last ids carry the student's mass
+    # torch's softmax on a CPU adds up a row in few running sums, so its own fp32 error grows with V.
+    assert_matches_truth(tensors, 5e-5 if impl == "triton" or vocab_size < 10_000 else 2e-3, impl=impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("valid", [0, 1])
+def test_few_valid_rows(impl, valid):
+    tensors = problem(steps=2, rows=9, vocab_size=50, hidden_size=8, rank=3)
+    tensors["weight"] *= 0.0
+    tensors["weight"][0, 4:4 + valid] = 1.0
+    total, _, gradients = losses_and_gradients(distill, tensors, impl=impl)
+    _, _, truth = losses_and_gradients(distill_reference, to_fp64(tensors))
+    assert bool(total) == bool(valid)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient.double(), truth[name], rtol=1e-4, atol=1e-6)
+        assert bool(gradient.any()) == bool(valid)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_same_input_gives_the_same_bits(impl):
+    runs = []
+    for _ in range(2):
+        tensors = problem(steps=2, rows=20, vocab_size=700, hidden_size=64, rank=16, dtype=torch.bfloat16)
+        total, stats, gradients = losses_and_gradients(distill, tensors, impl=impl, collect=True)
+        runs.append([total, stats.loss, stats.acceptance, *gradients.values()])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_backward_runs_once(impl):
+    total, _ = distill(**problem(steps=1, rows=3, vocab_size=20, hidden_size=4, rank=2), impl=impl)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once only"):
+        total.backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", ["forward_kl", "lk_hybrid"])
+def test_rows_past_two_to_the_31_elements(loss):
+    vocab_size, rows = 151936, 7200  # [2 * 7200, V] is 1.02 * 2**31 elements; with the student's rows twice as many
+    tensors = problem(steps=2, rows=rows, vocab_size=vocab_size, hidden_size=16, rank=4, dtype=torch.bfloat16)
+    in_one, _, gradients = losses_and_gradients(
+        distill, tensors, impl="triton", loss=loss, max_bytes=room_for(rows, "triton", tensors)
+    )
+    truth, _, expected = losses_and_gradients(
+        distill, {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()},
+        impl="triton", loss=loss, max_bytes=room_for(100, "triton", tensors),
+    )
+    torch.testing.assert_close(in_one, truth)
+    torch.testing.assert_close(gradients["student_hidden"][:, -5:], expected["student_hidden"][:, -5:])
+
+
+@pytest.mark.gpu
+def test_no_launch_waits_for_the_device():
+    tensors = problem(steps=2, rows=40, vocab_size=1111, hidden_size=64, rank=16, dtype=torch.bfloat16)
+    distill(**tensors, collect=True)[0].backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        distill(**tensors, collect=True)[0].backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from specvocab_kernels.distill.gradients import GRADIENTS, NEEDS_LOG, Teacher
 from specvocab_kernels.distill.reference import DistillStats, cap_logits
@@ -64,13 +65,26 @@ class ChunkedDistill(torch.autograd.Function):
             for step in range(student.shape[0]):
                 total += _one_step(student[step, rows], down, vocab, shared, lm_head, weight[step, rows], options,
                                    grads, stats, (step, rows))
-        ctx.save_for_backward(*(grad for grad in (grads.student, grads.down, grads.vocab) if grad is not None))
+        ctx.grads = grads
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_total):  # type: ignore[no-untyped-def]
-        scaled = [grad * grad_total for grad in ctx.saved_tensors]
-        return (*scaled, *[None] * (8 - len(scaled)))
+        grads, ctx.grads = ctx.grads, None
+        return hand_out(grads, grad_total)
+
+
+def hand_out(grads: Gradients | None, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of ``forward``'s arguments, scaled in place: a copy would double the largest tensors of all.
+
+    Raises:
+        RuntimeError: they have been handed out before.
+    """
+    if grads is None:
+        raise RuntimeError("distill: backward can run once only; call distill again instead of retain_graph=True")
+    made = [None if grad is None else grad.mul_(grad_total) for grad in (grads.student, grads.down, grads.vocab)]
+    return (*made, None, None, None, None, None)
 
 
 @dataclass(slots=True)

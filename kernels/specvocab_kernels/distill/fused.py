@@ -11,8 +11,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from specvocab_kernels.distill.chunked import DistillOptions, Gradients
+from specvocab_kernels.distill.chunked import DistillOptions, Gradients, hand_out
 from specvocab_kernels.distill.kernel import launch_student, launch_teacher
 from specvocab_kernels.distill.reference import DistillStats
 
@@ -38,13 +39,14 @@ class FusedDistill(torch.autograd.Function):
         total = (weight * losses[0]).sum()
         if down is not None:
             total = total + options.aux_weight * (weight * losses[1]).sum()
-        ctx.save_for_backward(*(grad for grad in (grads.student, grads.down, grads.vocab) if grad is not None))
+        ctx.grads = grads
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_total):  # type: ignore[no-untyped-def]
-        scaled = [grad * grad_total for grad in ctx.saved_tensors]
-        return (*scaled, *[None] * (8 - len(scaled)))
+        grads, ctx.grads = ctx.grads, None
+        return hand_out(grads, grad_total)
 
 
 def _even_chunks(num_rows: int, most: int) -> int:
@@ -82,7 +84,7 @@ def _one_chunk(
         return values.view(num_steps, count)
 
     teacher_logits = torch.mm(taught, lm_head.mT, out=buffer[:count])
-    shared = launch_teacher(teacher_logits, options.logit_scale, options.logit_softcap)
+    shared = launch_teacher(teacher_logits, options.logit_scale, options.logit_softcap, stats is not None)
     logits = torch.mm(hidden, lm_head.mT, out=buffer[count : count * (1 + num_steps)])
     exact = judge(logits, shared, weights)
     losses[0, :, rows] = by_step(exact.loss)

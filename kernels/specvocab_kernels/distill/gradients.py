@@ -26,15 +26,14 @@ class Teacher:
 
     @classmethod
     def from_logits(cls, logits: Tensor, needs_log: bool) -> Teacher:
-        """``logits`` [C, V] fp32, final (scaled and capped)."""
+        """``logits`` [C, V] fp32, final (scaled and capped); overwritten."""
         p = torch.softmax(logits, -1)
         top = logits.argmax(-1)
-        # log p = z - lse, and lse = z_top - log p_top; p_top >= 1/V, so this loses nothing
-        lse = logits.gather(-1, top[:, None]) - p.gather(-1, top[:, None]).log()
-        if needs_log:
-            log_p = (logits - lse).clamp_min_(LOG_FLOOR)
-            return cls(p, log_p, -_dot(p, log_p), top)
-        return cls(p, None, lse[:, 0] - _dot(p, logits.clamp_min(torch.finfo(logits.dtype).min)), top)
+        # log p = z - lse. Measured from the maximum, lse = -log p_top, and large logits lose nothing to rounding.
+        logits.sub_(logits.gather(-1, top[:, None])).clamp_min_(torch.finfo(logits.dtype).min)
+        lse = -p.gather(-1, top[:, None]).log()
+        entropy = lse[:, 0] - _dot(p, logits)
+        return cls(p, logits.sub_(lse).clamp_min_(LOG_FLOOR) if needs_log else None, entropy, top)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

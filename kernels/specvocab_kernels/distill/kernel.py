@@ -3,6 +3,9 @@
 The products stay with the BLAS; these kernels make one pass to normalise a row of logits and one (two for the losses
 whose gradient needs a sum over the row first) to turn it into its gradient in place. A row of student logits is read
 twice and written once, and nothing else of size V moves.
+
+A program owns one row and walks along it in tiles [DEPTH, LANES]. Every lane keeps its own running maximum and sums,
+so the threads meet once at the end of the row and not once a tile.
 """
 
 from __future__ import annotations
@@ -19,13 +22,39 @@ from specvocab_kernels.distill.reference import LK_HYBRID_DECAY, LOG_FLOOR
 LOG_FLOOR_ = tl.constexpr(LOG_FLOOR)
 MINUS_DECAY = tl.constexpr(-LK_HYBRID_DECAY)
 TINY = tl.constexpr(1.17549435e-38)
-MAX_BLOCK = 4096
+LOWEST = tl.constexpr(-3.0e38)  # a running maximum starts here: from -inf, a lane of -inf logits would turn NaN
+NO_ID = tl.constexpr(2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What a program takes in at a time. Chosen by measurement, see docs/PERFORMANCE.md."""
+
+    depth: int
+    lanes: int
+    num_warps: int
+
+    def fitting(self, vocab_size: int) -> Tile:
+        """No longer than a row, for tests on small vocabularies."""
+        lanes = min(self.lanes, triton.next_power_of_2(vocab_size))
+        return Tile(depth=self.depth if lanes == self.lanes else 1, lanes=lanes, num_warps=self.num_warps)
+
+
+TILE = Tile(depth=2, lanes=2048, num_warps=8)
+
+
+@triton.jit
+def _load(pointer, start, vocab_size, DEPTH: tl.constexpr, LANES: tl.constexpr):
+    """Ids of the tile at ``start``, which of them exist, and their raw logits (-inf where they do not)."""
+    ids = start + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    inside = ids < vocab_size
+    return ids, inside, tl.load(pointer + ids, mask=inside, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _final(raw, scale, softcap, CAPPED: tl.constexpr):
     """Bare product -> final logit."""
-    x = raw.to(tl.float32) * scale
+    x = raw * scale
     if CAPPED:
         x = softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)  # softcap * tanh(x / softcap)
     return x
@@ -33,45 +62,67 @@ def _final(raw, scale, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _online(x, top, total):
-    """Take one block into a running maximum and sum of exponentials; -inf entries add nothing."""
+    """Take a tile into each lane's running maximum and sum of exponentials; -inf entries add nothing."""
     new_top = tl.maximum(top, tl.max(x, 0))
-    return new_top, total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top), 0)
+    return new_top, total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top[None, :]), 0)
+
+
+@triton.jit
+def _best(x, ids, top, best):
+    """Id of each lane's maximum, the lowest among equals; ``top`` is the maximum before this tile."""
+    high = tl.max(x, 0)
+    here = tl.min(tl.where(x == high[None, :], ids, NO_ID), 0)
+    return tl.where(high > top, here, best)
+
+
+@triton.jit
+def _join(top, total):
+    """All lanes' maxima and sums -> the row's maximum and log-sum-exp."""
+    row_top = tl.max(top, 0)
+    return row_top, row_top + tl.log(tl.sum(total * tl.exp(top - row_top), 0))
+
+
+@triton.jit
+def _argmax(top, row_top, best, vocab_size):
+    """The lowest id that has the row's maximum; in range even for a row of NaN, because it is used as an index."""
+    return tl.minimum(tl.min(tl.where(top == row_top, best, NO_ID), 0), vocab_size - 1)
 
 
 @triton.jit
 def teacher_kernel(logits, lse_out, top_out, entropy_out, vocab_size, row_stride, scale, softcap,
-                   CAPPED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Per row: log-sum-exp, argmax (the lowest id among equals) and entropy."""
+                   CAPPED: tl.constexpr, COLLECT: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    """Per row: log-sum-exp, and for measurements argmax (the lowest id among equals) and entropy."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
-    ids = tl.arange(0, BLOCK)
-    top = float("-inf")
-    total = 0.0
-    argmax = 0
-    for start in range(0, vocab_size, BLOCK):
-        raw = tl.load(logits + start + ids, mask=start + ids < vocab_size, other=float("-inf"))
-        x = tl.where(start + ids < vocab_size, _final(raw, scale, softcap, CAPPED), float("-inf"))
-        argmax = tl.where(tl.max(x, 0) > top, start + tl.argmax(x, 0), argmax)
+    top = tl.full([LANES], LOWEST, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    best = tl.full([LANES], NO_ID, tl.int32)
+    for start in range(0, vocab_size, DEPTH * LANES):
+        ids, inside, raw = _load(logits, start, vocab_size, DEPTH, LANES)
+        x = tl.where(inside, _final(raw, scale, softcap, CAPPED), float("-inf"))
+        if COLLECT:
+            best = _best(x, ids, top, best)
         top, total = _online(x, top, total)
-    lse = top + tl.log(total)
-    entropy = 0.0
-    for start in range(0, vocab_size, BLOCK):
-        raw = tl.load(logits + start + ids, mask=start + ids < vocab_size, other=float("-inf"))
-        x = tl.where(start + ids < vocab_size, _final(raw, scale, softcap, CAPPED), float("-inf"))
-        p = tl.exp(x - lse)
-        entropy += tl.sum(tl.where(p > 0.0, p * (lse - x), 0.0), 0)
+    row_top, lse = _join(top, total)
     tl.store(lse_out + row, lse)
-    tl.store(top_out + row, argmax)
-    tl.store(entropy_out + row, entropy)
+    if COLLECT:
+        entropy = tl.zeros([LANES], tl.float32)
+        for start in range(0, vocab_size, DEPTH * LANES):
+            ids, inside, raw = _load(logits, start, vocab_size, DEPTH, LANES)
+            x = tl.where(inside, _final(raw, scale, softcap, CAPPED), float("-inf"))
+            p = tl.exp(x - lse)
+            entropy += tl.sum(tl.where(p > 0.0, p * (lse - x), 0.0), 0)
+        tl.store(top_out + row, _argmax(top, row_top, best, vocab_size))
+        tl.store(entropy_out + row, tl.sum(entropy, 0))
 
 
 @triton.jit
 def _sums(LOSS: tl.constexpr, p, q, log_p, log_q):
-    """The three sums over a row that values and slopes are made of: (main, second, KL), one block's share."""
+    """The three sums that values and slopes are made of, (main, second, KL): each lane's share of one tile."""
     kl = tl.sum(tl.where(p > 0.0, p * (log_p - log_q), 0.0), 0)
     if LOSS == "reverse_kl":
         main = tl.sum(tl.where(q > 0.0, q * (log_q - log_p), 0.0), 0)
-        second = 0.0
+        second = tl.zeros_like(main)
     elif LOSS == "jsd":
         high = tl.maximum(log_p, log_q)
         log_m = high + tl.log(0.5 * (tl.exp(log_p - high) + tl.exp(log_q - high)))
@@ -125,6 +176,19 @@ def _slope(LOSS: tl.constexpr, p, q, log_p, log_q, main, second):
 
 
 @triton.jit
+def _pair(logits, teacher, start, vocab_size, lse, t_lse, scale, softcap,
+          CAPPED: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    """(p, q, log p, log q, student's final logits) of one tile; ids past the end have probability 0."""
+    _, _, raw = _load(logits, start, vocab_size, DEPTH, LANES)
+    _, inside, t_raw = _load(teacher, start, vocab_size, DEPTH, LANES)
+    x = _final(raw, scale, softcap, CAPPED)
+    t = _final(t_raw, scale, softcap, CAPPED)
+    q = tl.where(inside, tl.exp(x - lse), 0.0)
+    p = tl.where(inside, tl.exp(t - t_lse), 0.0)
+    return p, q, tl.maximum(t - t_lse, LOG_FLOOR_), tl.maximum(x - lse, LOG_FLOOR_), x
+
+
+@triton.jit
 def student_kernel(
     logits,  # [S * C, V] raw; overwritten by weight * gradient in the raw logits
     teacher,  # [C, V] raw
@@ -134,85 +198,72 @@ def student_kernel(
     loss_out, acceptance_out,  # [S * C]
     top_out, target_rank_out, compared_rank_out,  # [S * C] int64
     num_steps, num_rows, vocab_size, row_stride, teacher_stride, scale, softcap,
-    LOSS: tl.constexpr, CAPPED: tl.constexpr, COLLECT: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
+    LOSS: tl.constexpr, CAPPED: tl.constexpr, COLLECT: tl.constexpr, RANK: tl.constexpr,
+    DEPTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     # Programs that run at the same time are the steps of one teacher row, which then comes from the cache.
     at = tl.program_id(0) // num_steps
     row = ((tl.program_id(0) % num_steps) * num_rows + at).to(tl.int64)
     logits += row * row_stride
     teacher += at.to(tl.int64) * teacher_stride
-    ids = tl.arange(0, BLOCK)
     w = tl.load(weight + row)
-    target = tl.load(teacher_top + at)
     if RANK:
-        other = tl.load(compared + row)
-        target_score = tl.load(logits + target).to(tl.float32)
-        other_score = tl.load(logits + other).to(tl.float32)
+        target_score = tl.load(logits + tl.load(teacher_top + at)).to(tl.float32)
+        other_score = tl.load(logits + tl.load(compared + row)).to(tl.float32)
 
-    top = float("-inf")
-    total = 0.0
-    argmax = 0
-    above_target = 0
-    above_other = 0
-    for start in range(0, vocab_size, BLOCK):
-        raw = tl.load(logits + start + ids, mask=start + ids < vocab_size, other=float("-inf")).to(tl.float32)
-        x = tl.where(start + ids < vocab_size, _final(raw, scale, softcap, CAPPED), float("-inf"))
+    top = tl.full([LANES], LOWEST, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    best = tl.full([LANES], NO_ID, tl.int32)
+    above_target = tl.zeros([LANES], tl.int32)
+    above_other = tl.zeros([LANES], tl.int32)
+    for start in range(0, vocab_size, DEPTH * LANES):
+        ids, inside, raw = _load(logits, start, vocab_size, DEPTH, LANES)
+        x = tl.where(inside, _final(raw, scale, softcap, CAPPED), float("-inf"))
         if COLLECT:
-            argmax = tl.where(tl.max(x, 0) > top, start + tl.argmax(x, 0), argmax)
+            best = _best(x, ids, top, best)
         if RANK:
-            above_target += tl.sum((raw > target_score).to(tl.int32), 0)
-            above_other += tl.sum((raw > other_score).to(tl.int32), 0)
+            above_target += tl.sum((inside & (raw > target_score)).to(tl.int32), 0)
+            above_other += tl.sum((inside & (raw > other_score)).to(tl.int32), 0)
         top, total = _online(x, top, total)
-    lse = top + tl.log(total)
+    row_top, lse = _join(top, total)
     t_lse = tl.load(teacher_lse + at)
 
-    main = 0.0
-    second = 0.0
-    kl = 0.0
-    accept = 0.0
+    # Value and slope of most losses need sums over the row before the first slope can be written.
+    main = tl.zeros([LANES], tl.float32)
+    second = tl.zeros([LANES], tl.float32)
+    kl = tl.zeros([LANES], tl.float32)
     if LOSS != "forward_kl":
-        for start in range(0, vocab_size, BLOCK):
-            inside = start + ids < vocab_size
-            x = _final(tl.load(logits + start + ids, mask=inside, other=0.0), scale, softcap, CAPPED)
-            t = _final(tl.load(teacher + start + ids, mask=inside, other=0.0), scale, softcap, CAPPED)
-            q = tl.where(inside, tl.exp(x - lse), 0.0)
-            p = tl.where(inside, tl.exp(t - t_lse), 0.0)
-            log_q = tl.maximum(x - lse, LOG_FLOOR_)
-            log_p = tl.maximum(t - t_lse, LOG_FLOOR_)
+        for start in range(0, vocab_size, DEPTH * LANES):
+            p, q, log_p, log_q, _ = _pair(logits, teacher, start, vocab_size, lse, t_lse, scale, softcap, CAPPED,
+                                          DEPTH, LANES)
             more_main, more_second, more_kl = _sums(LOSS, p, q, log_p, log_q)
             main += more_main
             second += more_second
             kl += more_kl
+    main_sum = tl.sum(main, 0)
+    second_sum = tl.sum(second, 0)
 
-    for start in range(0, vocab_size, BLOCK):
-        inside = start + ids < vocab_size
-        x = _final(tl.load(logits + start + ids, mask=inside, other=0.0), scale, softcap, CAPPED)
-        t = _final(tl.load(teacher + start + ids, mask=inside, other=0.0), scale, softcap, CAPPED)
-        q = tl.where(inside, tl.exp(x - lse), 0.0)
-        p = tl.where(inside, tl.exp(t - t_lse), 0.0)
-        log_q = tl.maximum(x - lse, LOG_FLOOR_)
-        log_p = tl.maximum(t - t_lse, LOG_FLOOR_)
+    accept = tl.zeros([LANES], tl.float32)
+    for start in range(0, vocab_size, DEPTH * LANES):
+        p, q, log_p, log_q, x = _pair(logits, teacher, start, vocab_size, lse, t_lse, scale, softcap, CAPPED,
+                                      DEPTH, LANES)
         if LOSS == "forward_kl":
             kl += tl.sum(tl.where(p > 0.0, p * (log_p - log_q), 0.0), 0)
         if COLLECT:
             accept += tl.sum(tl.minimum(p, q), 0)
-        slope = _slope(LOSS, p, q, log_p, log_q, main, second) * (w * scale)
+        slope = _slope(LOSS, p, q, log_p, log_q, main_sum, second_sum) * (w * scale)
         if CAPPED:
             slope *= 1.0 - (x / softcap) * (x / softcap)
-        tl.store(logits + start + ids, slope.to(logits.dtype.element_ty), mask=inside)
+        ids = start + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+        tl.store(logits + ids, slope.to(logits.dtype.element_ty), mask=ids < vocab_size)
 
-    tl.store(loss_out + row, _value(LOSS, main, second, kl))
+    tl.store(loss_out + row, _value(LOSS, main_sum, second_sum, tl.sum(kl, 0)))
     if COLLECT:
-        tl.store(acceptance_out + row, accept)
-        tl.store(top_out + row, argmax)
+        tl.store(acceptance_out + row, tl.sum(accept, 0))
+        tl.store(top_out + row, _argmax(top, row_top, best, vocab_size))
     if RANK:
-        tl.store(target_rank_out + row, above_target)
-        tl.store(compared_rank_out + row, above_other)
-
-
-def block_size(vocab_size: int) -> int:
-    """Ids of one pass: the whole row if it is short."""
-    return min(MAX_BLOCK, triton.next_power_of_2(vocab_size))
+        tl.store(target_rank_out + row, tl.sum(above_target, 0))
+        tl.store(compared_rank_out + row, tl.sum(above_other, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,14 +287,15 @@ class StudentRows:
     compared_rank: Tensor
 
 
-def launch_teacher(logits: Tensor, scale: float, softcap: float | None) -> TeacherRows:
-    """Normalise raw teacher ``logits`` [C, V]."""
+def launch_teacher(logits: Tensor, scale: float, softcap: float | None, collect: bool) -> TeacherRows:
+    """Normalise raw teacher ``logits`` [C, V]; argmax and entropy are measured with ``collect``."""
     count, vocab_size = logits.shape
+    tile = TILE.fitting(vocab_size)
     lse, entropy = (torch.full((count,), float("nan"), device=logits.device) for _ in range(2))
     top = torch.full((count,), -1, dtype=torch.int64, device=logits.device)
     teacher_kernel[(count,)](
         logits, lse, top, entropy, vocab_size, logits.stride(0), scale, softcap or 1.0,
-        CAPPED=softcap is not None, BLOCK=block_size(vocab_size), num_warps=8,
+        CAPPED=softcap is not None, COLLECT=collect, DEPTH=tile.depth, LANES=tile.lanes, num_warps=tile.num_warps,
     )  # fmt: skip
     return TeacherRows(logits, lse, top, entropy)
 
@@ -265,6 +317,7 @@ def launch_student(
     ``compared`` [S * C] also how many ids score above the teacher's argmax and above ``compared``.
     """
     count, vocab_size = teacher.logits.shape
+    tile = TILE.fitting(vocab_size)
     size, device = logits.shape[0], logits.device
     value, accept = (torch.full((size,), float("nan"), device=device) for _ in range(2))
     top, target_rank, compared_rank = (torch.full((size,), -1, dtype=torch.int64, device=device) for _ in range(3))
@@ -274,6 +327,6 @@ def launch_student(
         value, accept, top, target_rank, compared_rank,
         size // count, count, vocab_size, logits.stride(0), teacher.logits.stride(0), scale, softcap or 1.0,
         LOSS=loss, CAPPED=softcap is not None, COLLECT=collect, RANK=compared is not None,
-        BLOCK=block_size(vocab_size), num_warps=8,
+        DEPTH=tile.depth, LANES=tile.lanes, num_warps=tile.num_warps,
     )  # fmt: skip
     return StudentRows(value, accept, top, target_rank, compared_rank)
