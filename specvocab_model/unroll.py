@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from specvocab_kernels.unroll_attention import Spans
 from torch import Tensor
+from torch.nn.functional import linear, pad
 
 from specvocab_model.attention import UnrollMemory
 
@@ -108,7 +109,7 @@ def unrolled_positions(document_ids: Tensor, needed: Tensor) -> UnrolledPosition
     num_keys = torch.zeros_like(begin).index_add_(0, document, torch.ones_like(document))
 
     def offsets(lengths: Tensor) -> Tensor:
-        return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        return pad(lengths.cumsum(0), (1, 0)).int()
 
     spans = Spans(offsets(num_queries), offsets(num_keys), int(num_queries.max()), int(num_keys.max()))
     return UnrolledPositions(unrolled.nonzero()[:, 0], spans)
@@ -125,6 +126,26 @@ def plan_unroll(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -> Unro
     return UnrollPlan(unrolled, rows, torch.where(rows.valid, place[rows.student], 0))
 
 
+class _TakeRows(torch.autograd.Function):
+    """``index_select`` of different rows: their gradients can be copied, where its own backward adds with atomics."""
+
+    @staticmethod
+    def forward(ctx, rows, index):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(index)
+        ctx.num_rows = rows.shape[0]
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, index, grad), None
+
+
+def take_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows ``index`` [M], no two the same, of ``rows`` [N, ..]."""
+    return _TakeRows.apply(rows, index)
+
+
 def unroll(
     draft: Draft,
     features: Tensor,
@@ -136,7 +157,7 @@ def unroll(
     """All steps of EAGLE-3's training-time test.
 
     Step ``i`` at position ``t`` reads the token ``x[t+1+i]`` and its own output of step ``i-1`` at the same ``t``, at
-    rotary position ``t+i``. Where that token lies past the end of the document any is read: nothing valid depends on
+    rotary position ``t+i``. Where that token lies past the end of the document it may be any: nothing valid depends on
     it.
 
     Args:
@@ -147,24 +168,25 @@ def unroll(
         S tensors [M, d] at the unrolled positions, before the final norm.
     """
     layer, index = draft.midlayer, unrolled.index
-    positions, last = position_ids.flatten(), position_ids.numel() - 1
+    positions = position_ids.flatten()
     # The embedding's share of query, key and value is linear and the same at every step: one product serves all.
     token_weight, hidden_weight = layer.self_attn.split_weights()
-    token_part = torch.nn.functional.linear(layer.input_layernorm(token_embeds.flatten(0, 1)), token_weight)
+    tokens = pad(token_embeds.flatten(0, 1), (0, 0, 0, num_steps))  # the last positions read past the end
+    token_part = linear(layer.input_layernorm(tokens), token_weight)
     hidden_weight = hidden_weight.to(token_part.dtype)
     memory = UnrollMemory(unrolled.spans)
     hidden = draft.fuse(features.flatten(0, 1))
     outputs: list[Tensor] = []
     for step in range(num_steps):
         # Step 0 leaves a key at every position, so it projects all of them.
-        at = index if step else torch.arange(last + 1, device=index.device)
-        part = token_part.index_select(0, (at + 1 + step).clamp(max=last))
+        at = index if step else torch.arange(len(positions), device=index.device)
+        part = take_rows(token_part, at + 1 + step)
         projected = torch.addmm(part, layer.hidden_norm(hidden), hidden_weight.mT)
         query, key, value = layer.self_attn.split_heads(projected)
         cos, sin = draft.rotary(hidden, (positions[at] + step)[None])
         query, key = layer.self_attn.rotate(query, key, cos[0], sin[0])
         if step == 0:
-            query, hidden = query.index_select(0, index), hidden.index_select(0, index)
+            query, hidden = take_rows(query, index), take_rows(hidden, index)
         hidden = layer.finish(hidden, memory.attend(query, key, value))
         outputs.append(hidden)
     return outputs

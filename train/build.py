@@ -64,9 +64,10 @@ class Run:
 
     def forward(self, batch: Batch, step_weights: Tensor, *, collect: bool) -> TrainOutput:
         """Target, then draft, on one micro-batch; ``step_weights`` [S] on the device."""
-        plan = plan_unroll(batch.loss_mask, batch.document_ids, self.num_unroll_steps).to(self.accelerator.device)
-        batch = batch.to(self.accelerator.device)
+        on_cpu, batch = batch, batch.to(self.accelerator.device)
         output = self.target.forward(batch.input_ids, position_ids=batch.position_ids)
+        # Made on the CPU, while a GPU works on the target.
+        plan = plan_unroll(on_cpu.loss_mask, on_cpu.document_ids, self.num_unroll_steps).to(self.accelerator.device)
         dtype = torch.bfloat16 if self.config.trainer.mixed_precision == "bf16" else torch.float32
         return self.model(
             features=output.features.to(dtype),

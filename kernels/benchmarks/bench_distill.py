@@ -155,7 +155,8 @@ def liger(problem: Problem) -> Tensor:
     from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
 
     lm_head, forward_kl = problem["lm_head"], LigerFusedLinearJSD(jsd_beta=0.0)
-    losses = [forward_kl(hidden, lm_head, problem["teacher_hidden"], lm_head) for hidden in problem["student_hidden"]]
+    teacher = problem["teacher_hidden"]
+    losses = [forward_kl(hidden, lm_head, teacher, lm_head, None) for hidden in problem["student_hidden"]]
     return torch.stack(losses).sum()
 
 

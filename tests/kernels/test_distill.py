@@ -299,6 +299,7 @@ def test_the_upstream_gradient_scales_everything(impl):
         ({"down_proj": None}, "together"),
         ({"vocab_proj": torch.ones(19, 2)}, "vocab_proj"),
         ({"max_bytes": 0}, "max_bytes"),
+        ({"logit_scale": 0.0}, "logit_scale"),
     ],
 )
 def test_wrong_inputs_are_refused(change, message):

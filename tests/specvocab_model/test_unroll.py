@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from specvocab_kernels.distill.reference import distill_reference
 
 from specvocab_model.attention import DraftCache
 from specvocab_model.config import DraftConfig, HeadConfig
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.losses import Objective, judged_rows, step_weights, valid_counts
 from specvocab_model.target import load_spec
+from specvocab_model.unroll import plan_unroll
 from tests.tiny import tiny_target_config, tiny_target_folder
 
 HIDDEN, VOCAB, STEPS = 48, 61, 4
@@ -64,6 +66,7 @@ def train(model: SpecVocabDraft, batch: dict[str, torch.Tensor], counts: torch.T
     if counts is None:
         counts = valid_counts(batch["loss_mask"], batch["document_ids"], STEPS)
     lm_head = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(99)) * 0.3
+    lm_head, counts = lm_head.to(batch["features"].device), counts.to(batch["features"].device)
     output = model(
         **batch, lm_head_weight=lm_head, step_weights=step_weights(OBJECTIVE, counts), objective=OBJECTIVE, **options
     )
@@ -204,3 +207,73 @@ def test_the_architecture_follows_the_target(tmp_path):
     assert built.architecture.feature_layers == (2, 4, 5)
     with pytest.raises(ValueError, match="below the target's 8 layers"):
         SpecVocabDraft.build(spec, DraftConfig(feature_layers=[1, 2, 8]), HeadConfig())
+
+
+def three_documents() -> dict[str, torch.Tensor]:
+    """A prompt without a response between two ordinary documents, in two rows."""
+    prompt = document(5, seed=7)
+    prompt["loss_mask"] = torch.zeros_like(prompt["loss_mask"])
+    row = pack(document(17, seed=5), prompt, document(9, seed=6))
+    other = pack(document(20, seed=8), document(11, seed=9))
+    return {name: torch.cat([row[name], other[name]]) for name in row}
+
+
+def test_leaving_out_positions_that_are_not_judged_changes_nothing():
+    model, batch = random_model(), three_documents()
+    counts = valid_counts(batch["loss_mask"], batch["document_ids"], STEPS)
+    output, gradient = train(model, batch)
+    plan = plan_unroll(batch["loss_mask"], batch["document_ids"], STEPS)
+    assert len(plan.unrolled.index) == 17 + 0 + 9 + 19 + 11  # from 2 + 3 positions before the first supervised token
+
+    model.zero_grad()
+    unrolled = model.draft.unroll(*(batch[name] for name in ("features", "token_embeds", "position_ids",
+                                                             "document_ids")), STEPS)
+    everywhere = unrolled.flatten(1, 2)
+    lm_head = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(99)) * 0.3
+    student = everywhere.gather(1, plan.rows.student[..., None].expand(-1, -1, HIDDEN))
+    weight = torch.where(plan.rows.valid, step_weights(OBJECTIVE, counts)[:, None], 0.0)
+    speculator = model.speculator
+    loss, _ = distill_reference(
+        student, batch["final_hidden"].flatten(0, 1)[plan.rows.teacher], lm_head, speculator.down_proj.weight,
+        speculator.vocab_proj.weight, weight, aux_weight=OBJECTIVE.aux_weight,
+    )
+    loss.backward()
+    torch.testing.assert_close(output.loss, loss.detach().float(), rtol=1e-5, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradient[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.gpu
+def test_the_gpu_path_in_bf16_follows_the_cpu_path_in_fp32():
+    model, batch = random_model(head_dim=24), three_documents()
+    output, gradient = train(model, batch, collect=True)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        half, half_gradient = train(model.cuda(), {name: tensor.cuda() for name, tensor in batch.items()}, collect=True)
+    torch.testing.assert_close(half.loss.cpu(), output.loss, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(half.sums.stack().cpu(), output.sums.stack(), rtol=0.1, atol=2.0)
+    for name, wanted in gradient.items():
+        error = (half_gradient[name].cpu() - wanted).norm() / wanted.norm()
+        assert error < 0.05, f"{name}: {error:.3f}"
+
+
+@pytest.mark.gpu
+def test_a_training_pass_with_a_plan_from_the_cpu_never_waits_for_the_gpu():
+    model, batch = random_model(head_dim=24).cuda(), three_documents()
+    counts = valid_counts(batch["loss_mask"], batch["document_ids"], STEPS)
+    lm_head = (torch.randn(VOCAB, HIDDEN) * 0.3).cuda()
+    on_gpu = {name: tensor.cuda() for name, tensor in batch.items()}
+    weights = step_weights(OBJECTIVE, counts).cuda()
+
+    def step():
+        plan = plan_unroll(batch["loss_mask"], batch["document_ids"], STEPS).to(lm_head.device)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            output = model(**on_gpu, lm_head_weight=lm_head, step_weights=weights, objective=OBJECTIVE, collect=True,
+                           plan=plan)
+        output.loss.backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

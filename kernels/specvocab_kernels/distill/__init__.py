@@ -73,6 +73,8 @@ def distill(
                 f"down_proj {tuple(down_proj.shape)} and vocab_proj {tuple(vocab_proj.shape)} must be "
                 f"[r, {hidden_size}] and [{lm_head.shape[0]}, r]"
             )
+    if not logit_scale > 0:
+        raise ValueError(f"logit_scale={logit_scale} must be positive")
     if max_bytes < 1:
         raise ValueError(f"max_bytes={max_bytes} must be positive")
 

@@ -17,6 +17,8 @@ from specvocab_kernels.distill.chunked import DistillOptions, Gradients, hand_ou
 from specvocab_kernels.distill.kernel import launch_student, launch_teacher
 from specvocab_kernels.distill.reference import DistillStats
 
+ADDS_IN_FP32 = "dtype_out" in torch.ops.aten.addmm.overloads()  # torch 2.8 and later
+
 
 class FusedDistill(torch.autograd.Function):
     """Same signature and result as ``ChunkedDistill``."""
@@ -104,8 +106,19 @@ def _one_chunk(
         if stats is not None:
             stats.target_rank[:, rows] = by_step(approximate.target_rank)
             stats.draft_rank[:, rows] = by_step(approximate.compared_rank)
-        grads.vocab += logits.mT @ low_rank
+        _add_product(grads.vocab, logits.mT, low_rank)
         grad_low_rank = logits @ vocab
-        grads.down += grad_low_rank.mT @ hidden
+        _add_product(grads.down, grad_low_rank.mT, hidden)
         grad_hidden.addmm_(grad_low_rank, down)
     grads.student[:, rows] = grad_hidden.view(num_steps, count, -1)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``, fp32 ``total`` and products of half precision.
+
+    The BLAS can add into the sum itself: no bf16 copy of ``[V, r]``, and no rounding of every chunk's share.
+    """
+    if ADDS_IN_FP32 and total.is_cuda and a.dtype != total.dtype:
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+    else:
+        total.add_(a @ b)

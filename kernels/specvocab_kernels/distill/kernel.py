@@ -22,7 +22,8 @@ from specvocab_kernels.distill.reference import LK_HYBRID_DECAY, LOG_FLOOR
 LOG_FLOOR_ = tl.constexpr(LOG_FLOOR)
 MINUS_DECAY = tl.constexpr(-LK_HYBRID_DECAY)
 TINY = tl.constexpr(1.17549435e-38)
-LOWEST = tl.constexpr(-3.0e38)  # a running maximum starts here: from -inf, a lane of -inf logits would turn NaN
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e38)  # a running maximum starts here: from -inf, a lane of -inf logits would turn NaN
 NO_ID = tl.constexpr(2**31 - 1)
 
 
@@ -44,27 +45,28 @@ TILE = Tile(depth=2, lanes=2048, num_warps=8)
 
 
 @triton.jit
-def _load(pointer, start, vocab_size, DEPTH: tl.constexpr, LANES: tl.constexpr):
-    """Ids of the tile at ``start``, which of them exist, and their raw logits (-inf where they do not)."""
+def _load(pointer, start, vocab_size, scale, softcap, CAPPED: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr):
+    """Final and raw logits of the tile at ``start``, -inf past the end, and the tile's ids."""
     ids = start + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    inside = ids < vocab_size
-    return ids, inside, tl.load(pointer + ids, mask=inside, other=float("-inf")).to(tl.float32)
-
-
-@triton.jit
-def _final(raw, scale, softcap, CAPPED: tl.constexpr):
-    """Bare product -> final logit."""
+    raw = tl.load(pointer + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
     x = raw * scale
     if CAPPED:
         x = softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)  # softcap * tanh(x / softcap)
-    return x
+        x = tl.where(ids < vocab_size, x, float("-inf"))
+    return x, raw, ids
+
+
+@triton.jit
+def _exp(x, shift):
+    """exp(x - shift) in two instructions an element: one multiply-add, one exp2."""
+    return tl.exp2(x * LOG2E - shift * LOG2E)
 
 
 @triton.jit
 def _online(x, top, total):
     """Take a tile into each lane's running maximum and sum of exponentials; -inf entries add nothing."""
     new_top = tl.maximum(top, tl.max(x, 0))
-    return new_top, total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top[None, :]), 0)
+    return new_top, total * _exp(top, new_top) + tl.sum(_exp(x, new_top[None, :]), 0)
 
 
 @triton.jit
@@ -79,7 +81,7 @@ def _best(x, ids, top, best):
 def _join(top, total):
     """All lanes' maxima and sums -> the row's maximum and log-sum-exp."""
     row_top = tl.max(top, 0)
-    return row_top, row_top + tl.log(tl.sum(total * tl.exp(top - row_top), 0))
+    return row_top, row_top + tl.log(tl.sum(total * _exp(top, row_top), 0))
 
 
 @triton.jit
@@ -98,8 +100,7 @@ def teacher_kernel(logits, lse_out, top_out, entropy_out, vocab_size, row_stride
     total = tl.zeros([LANES], tl.float32)
     best = tl.full([LANES], NO_ID, tl.int32)
     for start in range(0, vocab_size, DEPTH * LANES):
-        ids, inside, raw = _load(logits, start, vocab_size, DEPTH, LANES)
-        x = tl.where(inside, _final(raw, scale, softcap, CAPPED), float("-inf"))
+        x, _, ids = _load(logits, start, vocab_size, scale, softcap, CAPPED, DEPTH, LANES)
         if COLLECT:
             best = _best(x, ids, top, best)
         top, total = _online(x, top, total)
@@ -108,9 +109,8 @@ def teacher_kernel(logits, lse_out, top_out, entropy_out, vocab_size, row_stride
     if COLLECT:
         entropy = tl.zeros([LANES], tl.float32)
         for start in range(0, vocab_size, DEPTH * LANES):
-            ids, inside, raw = _load(logits, start, vocab_size, DEPTH, LANES)
-            x = tl.where(inside, _final(raw, scale, softcap, CAPPED), float("-inf"))
-            p = tl.exp(x - lse)
+            x, _, ids = _load(logits, start, vocab_size, scale, softcap, CAPPED, DEPTH, LANES)
+            p = _exp(x, lse)
             entropy += tl.sum(tl.where(p > 0.0, p * (lse - x), 0.0), 0)
         tl.store(top_out + row, _argmax(top, row_top, best, vocab_size))
         tl.store(entropy_out + row, tl.sum(entropy, 0))
@@ -176,19 +176,12 @@ def _slope(LOSS: tl.constexpr, p, q, log_p, log_q, main, second):
 
 
 @triton.jit
-def _pair(logits, teacher, start, vocab_size, lse, t_lse, scale, softcap,
-          CAPPED: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
-    """(p, q, log p, log q, student's final logits) of one tile; ids past the end have probability 0."""
-    _, _, raw = _load(logits, start, vocab_size, DEPTH, LANES)
-    _, inside, t_raw = _load(teacher, start, vocab_size, DEPTH, LANES)
-    x = _final(raw, scale, softcap, CAPPED)
-    t = _final(t_raw, scale, softcap, CAPPED)
-    q = tl.where(inside, tl.exp(x - lse), 0.0)
-    p = tl.where(inside, tl.exp(t - t_lse), 0.0)
-    return p, q, tl.maximum(t - t_lse, LOG_FLOOR_), tl.maximum(x - lse, LOG_FLOOR_), x
+def _log_probs(x, t, lse, t_lse):
+    """(log p, log q), floored as in the reference."""
+    return tl.maximum(t - t_lse, LOG_FLOOR_), tl.maximum(x - lse, LOG_FLOOR_)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_steps", "num_rows"])  # they change from batch to batch
 def student_kernel(
     logits,  # [S * C, V] raw; overwritten by weight * gradient in the raw logits
     teacher,  # [C, V] raw
@@ -217,13 +210,12 @@ def student_kernel(
     above_target = tl.zeros([LANES], tl.int32)
     above_other = tl.zeros([LANES], tl.int32)
     for start in range(0, vocab_size, DEPTH * LANES):
-        ids, inside, raw = _load(logits, start, vocab_size, DEPTH, LANES)
-        x = tl.where(inside, _final(raw, scale, softcap, CAPPED), float("-inf"))
+        x, raw, ids = _load(logits, start, vocab_size, scale, softcap, CAPPED, DEPTH, LANES)
         if COLLECT:
             best = _best(x, ids, top, best)
         if RANK:
-            above_target += tl.sum((inside & (raw > target_score)).to(tl.int32), 0)
-            above_other += tl.sum((inside & (raw > other_score)).to(tl.int32), 0)
+            above_target += tl.sum((raw > target_score).to(tl.int32), 0)
+            above_other += tl.sum((raw > other_score).to(tl.int32), 0)
         top, total = _online(x, top, total)
     row_top, lse = _join(top, total)
     t_lse = tl.load(teacher_lse + at)
@@ -234,8 +226,10 @@ def student_kernel(
     kl = tl.zeros([LANES], tl.float32)
     if LOSS != "forward_kl":
         for start in range(0, vocab_size, DEPTH * LANES):
-            p, q, log_p, log_q, _ = _pair(logits, teacher, start, vocab_size, lse, t_lse, scale, softcap, CAPPED,
-                                          DEPTH, LANES)
+            x, _, ids = _load(logits, start, vocab_size, scale, softcap, CAPPED, DEPTH, LANES)
+            t, _, ids = _load(teacher, start, vocab_size, scale, softcap, CAPPED, DEPTH, LANES)
+            p, q = _exp(t, t_lse), _exp(x, lse)
+            log_p, log_q = _log_probs(x, t, lse, t_lse)
             more_main, more_second, more_kl = _sums(LOSS, p, q, log_p, log_q)
             main += more_main
             second += more_second
@@ -245,16 +239,17 @@ def student_kernel(
 
     accept = tl.zeros([LANES], tl.float32)
     for start in range(0, vocab_size, DEPTH * LANES):
-        p, q, log_p, log_q, x = _pair(logits, teacher, start, vocab_size, lse, t_lse, scale, softcap, CAPPED,
-                                      DEPTH, LANES)
-        if LOSS == "forward_kl":
-            kl += tl.sum(tl.where(p > 0.0, p * (log_p - log_q), 0.0), 0)
+        x, _, ids = _load(logits, start, vocab_size, scale, softcap, CAPPED, DEPTH, LANES)
+        t, _, ids = _load(teacher, start, vocab_size, scale, softcap, CAPPED, DEPTH, LANES)
+        p, q = _exp(t, t_lse), _exp(x, lse)
+        log_p, log_q = _log_probs(x, t, lse, t_lse)
+        if LOSS == "forward_kl":  # where p > 0 its logarithm is above the floor
+            kl += tl.sum(tl.where(p > 0.0, p * ((t - t_lse) - log_q), 0.0), 0)
         if COLLECT:
             accept += tl.sum(tl.minimum(p, q), 0)
         slope = _slope(LOSS, p, q, log_p, log_q, main_sum, second_sum) * (w * scale)
         if CAPPED:
             slope *= 1.0 - (x / softcap) * (x / softcap)
-        ids = start + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
         tl.store(logits + ids, slope.to(logits.dtype.element_ty), mask=ids < vocab_size)
 
     tl.store(loss_out + row, _value(LOSS, main_sum, second_sum, tl.sum(kl, 0)))

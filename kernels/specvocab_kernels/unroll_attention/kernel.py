@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "num_own"])  # they change from call to call
 def merge_kernel(
     query, shared_out,  # [M, H, D]
     shared_lse,  # [H, M]
@@ -47,7 +47,7 @@ def merge_kernel(
     tl.store(lse_out + heads * num_queries + row, top + tl.log(total), mask=group < groups)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "num_own"])  # they change from call to call
 def merge_backward_kernel(
     grad_out, query, out,  # [M, H, D]; ``out`` and ``lse`` over all keys
     lse,  # [H, M]
