@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specvocab_model.acceptance import AcceptanceSums
 from specvocab_model.attention import DraftCache, Memory
 from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
+from specvocab_model.layers import MLP, RMSNorm, rotate
 from specvocab_model.losses import Objective, distillation_loss
 from specvocab_model.speculator import VocabSpeculator
 from specvocab_model.target import TargetSpec, default_feature_layers
@@ -71,7 +72,7 @@ class DraftArchitecture:
         )
 
     def llama_config(self) -> LlamaConfig:
-        """The same architecture as transformers writes it down; also what builds RoPE, norms and MLP."""
+        """The same architecture as transformers writes it down; also what builds RoPE."""
         return LlamaConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -107,8 +108,7 @@ class DraftAttention(nn.Module):
         """``inputs`` [B, T, 2d] -> [B, T, H, D]; ``rotary`` = cos, sin of the positions, each [B, T, head_dim]."""
         projected = torch.cat([project(inputs) for project in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         query, key, value = self.split_heads(projected)
-        query, key = self.rotate(query, key, *rotary)
-        return memory.attend(query, key, value)
+        return memory.attend(rotate(query, *rotary), rotate(key, *rotary), value)
 
     def split_weights(self) -> tuple[Tensor, Tensor]:
         """All three projections, stacked: what reads the token embedding, and what reads the hidden state.
@@ -125,26 +125,6 @@ class DraftAttention(nn.Module):
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in projected.split(sizes, dim=-1))
         return query, key, value.contiguous()  # a view would keep the whole projection alive until backward
 
-    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary embedding of [.., H, D] with tables [.., D]."""
-        return apply_rotary_pos_emb(query, key, cos.to(key.dtype), sin.to(key.dtype), unsqueeze_dim=-2)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm: reduced in fp32, returned in the type of its input, also under autocast.
-
-    (Autocast leaves the weight in fp32, and fp32 it would make of everything that comes out.)
-    """
-
-    def __init__(self, hidden_size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return nn.functional.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), self.eps)
-
 
 class DraftLayer(nn.Module):
     """EAGLE-3's decoder layer: the residual stream is the hidden state, the embedding enters through attention."""
@@ -156,7 +136,7 @@ class DraftLayer(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = DraftAttention(architecture)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, hidden: Tensor, token_embeds: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         """``hidden`` and ``token_embeds`` [B, T, d] -> pre-norm output [B, T, d]."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from specvocab_model.attention import UnrollMemory
+from specvocab_model.layers import rotate
 
 if TYPE_CHECKING:
     from specvocab_model.draft import Draft
@@ -184,7 +185,7 @@ def unroll(
         projected = torch.addmm(part, layer.hidden_norm(hidden), hidden_weight.mT)
         query, key, value = layer.self_attn.split_heads(projected)
         cos, sin = draft.rotary(hidden, (positions[at] + step)[None])
-        query, key = layer.self_attn.rotate(query, key, cos[0], sin[0])
+        query, key = rotate(query, cos[0], sin[0]), rotate(key, cos[0], sin[0])
         if step == 0:
             query, hidden = take_rows(query, index), take_rows(hidden, index)
         hidden = layer.finish(hidden, memory.attend(query, key, value))

@@ -58,7 +58,8 @@ def _load(pointer, start, vocab_size, scale, softcap, CAPPED: tl.constexpr, DEPT
 
 @triton.jit
 def _exp(x, shift):
-    """exp(x - shift) in two instructions an element: one multiply-add, one exp2."""
+    """exp(x - shift) in two instructions an element: one multiply-add, one exp2. Not for a ``shift`` of LOWEST: the
+    multiply-add leaves the rounding error of the second product, relative to its size."""
     return tl.exp2(x * LOG2E - shift * LOG2E)
 
 
@@ -66,7 +67,7 @@ def _exp(x, shift):
 def _online(x, top, total):
     """Take a tile into each lane's running maximum and sum of exponentials; -inf entries add nothing."""
     new_top = tl.maximum(top, tl.max(x, 0))
-    return new_top, total * _exp(top, new_top) + tl.sum(_exp(x, new_top[None, :]), 0)
+    return new_top, total * tl.exp(top - new_top) + tl.sum(_exp(x, new_top[None, :]), 0)
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def _best(x, ids, top, best):
 def _join(top, total):
     """All lanes' maxima and sums -> the row's maximum and log-sum-exp."""
     row_top = tl.max(top, 0)
-    return row_top, row_top + tl.log(tl.sum(total * _exp(top, row_top), 0))
+    return row_top, row_top + tl.log(tl.sum(total * tl.exp(top - row_top), 0))
 
 
 @triton.jit
