@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 # Tests share helpers (`from tests.tiny import ...`) whatever the directory pytest is started from.
@@ -16,6 +17,10 @@ from transformers.utils import logging as transformers_logging
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated, so it must be set before any kernel module is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# `datasets` keeps an Arrow copy of every folder that it reads; those of the tests go when the tests end.
+ARROW_CACHE = tempfile.TemporaryDirectory(prefix="specvocab-tests-")
+os.environ["HF_DATASETS_CACHE"] = ARROW_CACHE.name
 
 # The models are tiny: more threads only fight each other, the more so under pytest-xdist.
 torch.set_num_threads(1)

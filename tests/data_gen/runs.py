@@ -39,6 +39,7 @@ def overrides(root: Path, name: str, *changes: str) -> list[str]:
         "run_name": name,
         "output_dir": root / name,
         "target.model": root / "target",
+        "target.dtype": "float32",  # rounding must not decide a token
         "distributed.cpu": True,
         "data.train_path": root / name / FOLDERS[1],
         "data.validation_path": root / name / FOLDERS[2],
