@@ -191,6 +191,16 @@ def test_backward_runs_once(impl):
         total.backward()
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_without_gradients_the_same_is_measured(impl):
+    tensors = problem(steps=2, rows=7, vocab_size=40, hidden_size=8, rank=3)
+    total, stats = distill(**tensors, impl=impl, collect=True)
+    with torch.no_grad():
+        measured, measured_stats = distill(**tensors, impl=impl, collect=True)
+    assert torch.equal(total, measured) and not measured.requires_grad
+    assert torch.equal(stats.loss, measured_stats.loss) and torch.equal(stats.draft_rank, measured_stats.draft_rank)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("loss", ["forward_kl", "lk_hybrid"])
 def test_rows_past_two_to_the_31_elements(loss):

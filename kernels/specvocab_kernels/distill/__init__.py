@@ -85,6 +85,9 @@ def distill(
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
         chunk_rows=max(1, max_bytes // row_bytes(impl, steps, lm_head)),
+        gradients=torch.is_grad_enabled() and any(
+            matrix is not None and matrix.requires_grad for matrix in (student_hidden, down_proj, vocab_proj)
+        ),
     )
     function: type[torch.autograd.Function] = ChunkedDistill
     if impl == "triton":

@@ -29,6 +29,7 @@ class DistillOptions:
     logit_scale: float
     logit_softcap: float | None
     chunk_rows: int
+    gradients: bool  # False: loss and measurements alone, without the products of the gradients
 
 
 def _final_logits(raw: Tensor, options: DistillOptions) -> Tensor:
@@ -65,7 +66,7 @@ class ChunkedDistill(torch.autograd.Function):
             for step in range(student.shape[0]):
                 total += _one_step(student[step, rows], down, vocab, shared, lm_head, weight[step, rows], options,
                                    grads, stats, (step, rows))
-        ctx.grads = grads
+        ctx.grads = grads if options.gradients else None
         return total
 
     @staticmethod
@@ -124,7 +125,8 @@ def _one_step(
         stats.loss[at], stats.entropy[at] = value, teacher.entropy
         stats.correct[at] = student_top == teacher.top
         stats.acceptance[at] = torch.minimum(torch.softmax(logits, -1), teacher.p).sum(-1)
-    grad_hidden = _to_raw(slope, logits, weight, options).to(hidden.dtype) @ lm_head
+    if options.gradients:
+        grads.student[at] = _to_raw(slope, logits, weight, options).to(hidden.dtype) @ lm_head
     del logits, slope
 
     aux_value = torch.zeros_like(value)
@@ -135,16 +137,16 @@ def _one_step(
             stats.target_rank[at] = _rank(approximate, teacher.top)
             stats.draft_rank[at] = _rank(approximate, student_top)
         aux_value, slope = value_and_slope(teacher, approximate)
-        slope = _to_raw(slope, approximate, weight * options.aux_weight, options).to(hidden.dtype)
-        grads.vocab += slope.mT @ low_rank
-        grad_low_rank = slope @ vocab
-        grads.down += grad_low_rank.mT @ hidden
-        grad_hidden += grad_low_rank @ down
+        if options.gradients:
+            slope = _to_raw(slope, approximate, weight * options.aux_weight, options).to(hidden.dtype)
+            grads.vocab += slope.mT @ low_rank
+            grad_low_rank = slope @ vocab
+            grads.down += grad_low_rank.mT @ hidden
+            grads.student[at] += grad_low_rank @ down
     elif stats is not None:
         stats.target_rank[at] = stats.draft_rank[at] = 0
     if stats is not None:
         stats.aux_loss[at] = aux_value
-    grads.student[at] = grad_hidden
     return (weight * (value + options.aux_weight * aux_value)).sum()
 
 

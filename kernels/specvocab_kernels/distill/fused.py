@@ -41,7 +41,7 @@ class FusedDistill(torch.autograd.Function):
         total = (weight * losses[0]).sum()
         if down is not None:
             total = total + options.aux_weight * (weight * losses[1]).sum()
-        ctx.grads = grads
+        ctx.grads = grads if options.gradients else None
         return total
 
     @staticmethod
@@ -90,7 +90,8 @@ def _one_chunk(
     logits = torch.mm(hidden, lm_head.mT, out=buffer[count : count * (1 + num_steps)])
     exact = judge(logits, shared, weights)
     losses[0, :, rows] = by_step(exact.loss)
-    grad_hidden = logits @ lm_head
+    if options.gradients:
+        grad_hidden = logits @ lm_head
     if stats is not None:
         stats.correct[:, rows] = by_step(exact.top) == shared.top
         stats.acceptance[:, rows] = by_step(exact.acceptance)
@@ -106,11 +107,13 @@ def _one_chunk(
         if stats is not None:
             stats.target_rank[:, rows] = by_step(approximate.target_rank)
             stats.draft_rank[:, rows] = by_step(approximate.compared_rank)
-        _add_product(grads.vocab, logits.mT, low_rank)
-        grad_low_rank = logits @ vocab
-        _add_product(grads.down, grad_low_rank.mT, hidden)
-        grad_hidden.addmm_(grad_low_rank, down)
-    grads.student[:, rows] = grad_hidden.view(num_steps, count, -1)
+        if options.gradients:
+            _add_product(grads.vocab, logits.mT, low_rank)
+            grad_low_rank = logits @ vocab
+            _add_product(grads.down, grad_low_rank.mT, hidden)
+            grad_hidden.addmm_(grad_low_rank, down)
+    if options.gradients:
+        grads.student[:, rows] = grad_hidden.view(num_steps, count, -1)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
