@@ -38,7 +38,7 @@ def overrides(tmp_path: Path, name: str) -> list[str]:
     """Settings of a run of a few optimizer steps in ``tmp_path``; its data and output folders carry ``name``."""
     return [
         "+experiment=quickstart", f"run_name={name}", f"output_dir={tmp_path / name}",
-        f"target.model={tmp_path / 'target'}",
+        f"target.model={tmp_path / 'target'}", "target.dtype=float32",
         f"data.train_path={tmp_path / name / 'data/train'}",
         f"data.validation_path={tmp_path / name / 'data/validation'}",
         "data.seq_len=256", f"generation.prompt_files=[{tmp_path / 'prompts.jsonl'}]", "generation.magpie_prompts=4",
