@@ -166,7 +166,7 @@ class Draft(nn.Module):
         """Start ``fc`` as the identity on the deepest feature layer, with a little of everything on top.
 
         That state is three layers from the target's own prediction, so the draft begins near an early exit of the
-        target and not at noise (numbers in docs/PERFORMANCE.md).
+        target and not at noise (numbers in docs/DESIGN_NOTES.md).
         """
         hidden_size = self.fc.out_features
         self.fc.weight.mul_(FC_NOISE)[:, -hidden_size:].add_(torch.eye(hidden_size))
