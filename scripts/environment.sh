@@ -3,7 +3,7 @@
 #   install_environment dev        and the "dev" extra
 # Sets PYTHON to the environment's interpreter and changes to the repository root.
 
-# Waiting OpenMP threads sleep instead of spinning: as fast on an idle machine, and where another program takes one of
+# Waiting OpenMP threads sleep instead of spinning: about as fast on an idle machine, and where another program takes one of
 # two cores, ten times faster (a barrier then waits for a thread that the spinning one keeps from running).
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
