@@ -74,7 +74,11 @@ class DraftConfig:
     max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
-        _at_least("draft.num_unroll_steps", self.num_unroll_steps, 1)
+        for name in ("num_unroll_steps", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+                     "max_position_embeddings"):
+            _at_least(f"draft.{name}", getattr(self, name), 1)
+        if self.head_dim is not None and self.head_dim % 2:
+            raise ConfigError(f"draft.head_dim={self.head_dim} must be even: rotary embedding turns pairs")
         if self.feature_layers is not None:
             if len(self.feature_layers) != 3 or sorted(set(self.feature_layers)) != self.feature_layers:
                 raise ConfigError(f"draft.feature_layers={self.feature_layers} must be three ascending, distinct ones")
@@ -203,6 +207,8 @@ class OptimConfig:
             raise ConfigError(f"optim.lr={self.lr} must be positive")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optim.betas={self.betas} must be two numbers in [0, 1)")
+        if not self.eps > 0:
+            raise ConfigError(f"optim.eps={self.eps} must be positive")
         _fraction("optim.warmup_ratio", self.warmup_ratio)
         _fraction("optim.min_lr_ratio", self.min_lr_ratio)
         _at_least("optim.weight_decay", self.weight_decay, 0)
@@ -271,6 +277,10 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed={self.seed} must lie between 0 and 2**32 - 1, as numpy's does")
 
 
 NODES: dict[str, type] = {

@@ -52,6 +52,10 @@ class DraftArchitecture:
     @classmethod
     def from_target(cls, spec: TargetSpec, config: DraftConfig) -> DraftArchitecture:
         """The target's shape wherever the configuration does not say otherwise."""
+
+        def configured(value: int | None, of_target: int) -> int:
+            return of_target if value is None else value
+
         layers = config.feature_layers or default_feature_layers(spec.num_hidden_layers)
         if layers[-1] >= spec.num_hidden_layers:
             raise ConfigError(
@@ -59,15 +63,15 @@ class DraftArchitecture:
             )
         return cls(
             hidden_size=spec.hidden_size,
-            intermediate_size=config.intermediate_size or spec.intermediate_size,
-            num_attention_heads=config.num_attention_heads or spec.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads or spec.num_key_value_heads,
-            head_dim=config.head_dim or spec.head_dim,
+            intermediate_size=configured(config.intermediate_size, spec.intermediate_size),
+            num_attention_heads=configured(config.num_attention_heads, spec.num_attention_heads),
+            num_key_value_heads=configured(config.num_key_value_heads, spec.num_key_value_heads),
+            head_dim=configured(config.head_dim, spec.head_dim),
             vocab_size=spec.vocab_size,
             feature_layers=(layers[0], layers[1], layers[2]),
             rms_norm_eps=spec.rms_norm_eps,
             rope_parameters=dict(spec.rope_parameters),
-            max_position_embeddings=config.max_position_embeddings or spec.max_position_embeddings,
+            max_position_embeddings=configured(config.max_position_embeddings, spec.max_position_embeddings),
             num_unroll_steps=config.num_unroll_steps,
         )
 
@@ -214,7 +218,7 @@ class SpecVocabDraft(nn.Module):
         self.draft = Draft(architecture)
         self.speculator: VocabSpeculator | None = None
         if head_config.type == "speculative":
-            rank = head_config.rank or max(1, architecture.hidden_size // 8)
+            rank = max(1, architecture.hidden_size // 8) if head_config.rank is None else head_config.rank
             self.speculator = VocabSpeculator(
                 architecture.hidden_size, architecture.vocab_size, rank, head_config.num_candidates
             )

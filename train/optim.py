@@ -84,7 +84,7 @@ class Updater:
         """Clip, update, clear. Returns the global gradient norm before clipping; equal on all ranks."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        if self.deepspeed:  # clips by its own config, see build.deepspeed_config
+        if self.deepspeed:  # clips by its own config, see launch.deepspeed_config
             self.model.step()
             return float(self.model.get_global_grad_norm())
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)

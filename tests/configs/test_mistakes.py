@@ -29,6 +29,12 @@ MISTAKES = {
     "unknown name": ([HERE, "trainer.loss=kl"], "trainer.loss='kl' is not known; choose one of forward_kl, "),
     "out of range": ([HERE, "optim.warmup_ratio=2"], "optim.warmup_ratio=2.0 must lie between 0 and 1"),
     "negative": ([HERE, "optim.lr=-1"], "optim.lr=-1.0 must be positive"),
+    "negative eps": ([HERE, "optim.eps=-1"], "optim.eps=-1.0 must be positive"),
+    "negative seed": ([HERE, "seed=-1"], "seed=-1 must lie between 0 and 2**32 - 1"),
+    "odd head": ([HERE, "draft.head_dim=21"], "draft.head_dim=21 must be even"),
+    **{f"no {size}": ([HERE, f"draft.{size}=0"], f"draft.{size}=0 must be at least 1")
+       for size in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+                    "max_position_embeddings")},
     "greedy with top-p": ([HERE, "generation.top_p=0.9"], "generation.temperature=0 is greedy"),
     "top-p of nothing": ([HERE, "generation.top_p=0", "generation.temperature=1"], "top_p=0 leaves no token"),
     "greedy magpie": ([HERE, "generation.magpie_temperature=0"], "would invent the same prompt every time"),
