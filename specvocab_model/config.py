@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -56,9 +57,13 @@ class TargetConfig:
     revision: str | None = None
     dtype: str = "bfloat16"
     attn_implementation: str = "sdpa"
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. {enable_thinking: false}
 
     def __post_init__(self) -> None:
         _one_of("target.dtype", self.dtype, DTYPES)
+        if reserved := sorted({"messages", "add_generation_prompt"} & self.chat_template_kwargs.keys()):
+            raise ConfigError(f"target.chat_template_kwargs holds {', '.join(reserved)}, which this program sets itself; "
+                              "remove it")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -138,7 +143,7 @@ class GenerationConfig:
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     batch_tokens: int = 65536  # (prompt + max_new_tokens) * rows of one generation batch
-    rows_per_shard: int = 2048
+    rows_per_shard: int = 2048  # at most; few prompts are spread over more shards, so that every rank has some
 
     def __post_init__(self) -> None:
         _one_of("generation.engine", self.engine, ("transformers",))

@@ -99,7 +99,7 @@ def _model_config(config: TargetConfig, folder: Path) -> PreTrainedConfig:
     if model_config.model_type not in LAYOUTS:
         raise ConfigError(
             f"target.model={config.model!r} is of type {model_config.model_type!r}; supported are text models of type "
-            f"{', '.join(LAYOUTS)} (to add one, see LAYOUTS in specvocab_model/target.py)"
+            f"{', '.join(LAYOUTS)} (to add one, see LAYOUTS in specvocab_model/target_spec.py)"
         )
     attention = LAYOUTS[model_config.model_type].attention
     if config.attn_implementation not in attention:
