@@ -3,9 +3,9 @@
 #   install_environment dev        and the "dev" extra
 # Sets PYTHON to the environment's interpreter and changes to the repository root.
 
-# Waiting OpenMP threads sleep instead of spinning: about as fast on an idle machine, and where another program takes one of
-# two cores, ten times faster (a barrier then waits for a thread that the spinning one keeps from running).
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+# Waiting OpenMP threads sleep soon instead of spinning: about as fast on an idle machine, and where another program takes
+# part of the cores several times faster (docs/DESIGN_NOTES.md).
+export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-2000}
 
 fail() {
   echo "error: $*" >&2

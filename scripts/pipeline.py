@@ -25,13 +25,14 @@ from typing import Any, NoReturn
 
 from data_gen.shards import MANIFEST_FILE, read_manifest
 from specvocab_model.cli import hydra_main
-from specvocab_model.config import Config, ConfigError
+from specvocab_model.config import Config, ConfigError, TargetConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 HEARTBEAT_S = 2.0  # how much of a stage's time a kill can lose
 GRACE_S = 30.0  # for a stage to end after it was told to
+GOES_ON = "; the same command goes on from here"
 ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # see scripts/environment.sh
+    "GOMP_SPINCOUNT": "2000",  # see scripts/environment.sh
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",  # one flashes by whenever a shard is opened
     "TOKENIZERS_PARALLELISM": "false",  # otherwise tokenizers warns when loader workers are forked
 }
@@ -54,6 +55,8 @@ def main(config: Config) -> None:
     output = Path(config.output_dir)
     stages = plan(config)
     with exclusive(output / "pipeline.lock") as lock:
+        if needs_fetch(config.target):
+            fetch(config.target)
         record = Record(output / "pipeline.json")
         fingerprint = ""
         for number, stage in enumerate(stages, start=1):
@@ -65,6 +68,19 @@ def main(config: Config) -> None:
         results = collect(config, record.seconds())
         write_json(output / "results.json", results)
     print(table(results, output))
+
+
+def needs_fetch(target: TargetConfig) -> bool:
+    """Whether the target is named by a hub id alone; what else a target can be, is here or on the hub."""
+    return not (target.gguf_file or target.revision or Path(target.model).expanduser().is_dir())
+
+
+def fetch(target: TargetConfig) -> None:
+    """See that the target is on this machine before several ranks look for it; exits if it cannot be had."""
+    command = [sys.executable, str(REPOSITORY / "scripts/fetch_target.py"), target.model]
+    code = subprocess.run(command, stdin=subprocess.DEVNULL).returncode  # a process, for the memory that it takes
+    if code != 0:
+        sys.exit(code if code > 0 else 128 - code)
 
 
 def plan(config: Config) -> list[Stage]:
@@ -161,17 +177,19 @@ def run(stage: Stage, fingerprint: str, config: Config, record: Record, lock: in
                 record.update(stage, seconds=before + time.monotonic() - start, finished=code == 0)
         except KeyboardInterrupt:  # Ctrl-C reached the stage as well
             _end(process)
-            _stop(stage, "was interrupted", 130)
+            _stop(f"{stage.name} was interrupted{GOES_ON}", 130)
         except SystemExit:
             process.terminate()
             _end(process)
-            _stop(stage, "was terminated", 143)
-    if code != 0:
-        _stop(stage, f"failed with exit code {code}", code if code > 0 else 128 - code)
+            _stop(f"{stage.name} was terminated{GOES_ON}", 143)
+    if code < 0:
+        _stop(f"{stage.name} was killed by signal {-code}{GOES_ON}", 128 - code)
+    if code > 0:  # it has said why, and would say it again
+        _stop(f"{stage.name} failed with exit code {code}; its message is above", code)
 
 
-def _stop(stage: Stage, what: str, code: int) -> NoReturn:
-    print(f"{stage.name} {what}; the same command goes on from here", file=sys.stderr)
+def _stop(line: str, code: int) -> NoReturn:
+    print(line, file=sys.stderr)
     sys.exit(code)
 
 
