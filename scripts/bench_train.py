@@ -28,7 +28,7 @@ from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.losses import Objective, step_weights, valid_counts
 from specvocab_model.target import default_feature_layers
 from specvocab_model.unroll import plan_unroll
-from train.metrics import FlopsModel, peak_flops
+from train.metrics import FlopsModel, count_parameters, peak_flops
 from train.optim import Updater, build_optimizer
 
 COLUMNS = ("seq_len", "steps", "target", "ms", "tokens_per_second", "mfu", "peak_gib")
@@ -159,6 +159,7 @@ def measure(
                           max_bytes=args.max_mib * 2**20)
     updater = Updater(Accelerator(), model, build_optimizer(model, OptimConfig()), max_grad_norm=0.5)
     counts = valid_counts(batch["loss_mask"], batch["document_ids"], num_steps)
+    num_unrolled = len(plan_unroll(batch["loss_mask"], batch["document_ids"], num_steps).unrolled.index)
 
     def step() -> None:
         plan = plan_unroll(batch["loss_mask"], batch["document_ids"], num_steps).to(device)
@@ -192,25 +193,17 @@ def measure(
     seconds = statistics.median(times)
     peak = peak_flops(device)
     num_tokens = args.batch * seq_len
+    target_body = 0 if target is None else count_parameters(target.model.layers)
+    flops = FlopsModel.of_draft(model, lm_head, target_body).step(num_tokens, num_unrolled, counts)
     return {
         "seq_len": seq_len,
         "steps": num_steps,
         "target": "yes" if target is not None else "no",
         "ms": seconds * 1e3,
         "tokens_per_second": num_tokens / seconds,
-        "mfu": None if peak is None else flops_model(model, target, lm_head).step(num_tokens, counts) / seconds / peak,
+        "mfu": None if peak is None else flops / seconds / peak,
         "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
     }
-
-
-def flops_model(model: SpecVocabDraft, target: Qwen3ForCausalLM | None, lm_head: Tensor) -> FlopsModel:
-    return FlopsModel(
-        target_body=0 if target is None else sum(p.numel() for p in target.model.layers.parameters()),
-        fuse=model.draft.fc.weight.numel(),
-        layer=sum(p.numel() for p in model.draft.midlayer.parameters()),
-        lm_head=lm_head.numel(),
-        speculator=0 if model.speculator is None else sum(p.numel() for p in model.speculator.parameters()),
-    )
 
 
 def cell(value: float | int | str | None) -> str:

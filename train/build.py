@@ -23,7 +23,7 @@ from specvocab_model.draft import SpecVocabDraft, TrainOutput
 from specvocab_model.losses import Objective
 from specvocab_model.speculator import collect_final_hidden
 from specvocab_model.target import Target
-from specvocab_model.unroll import plan_unroll
+from specvocab_model.unroll import UnrollPlan, plan_unroll
 from train.checkpoint import Checkpoints, TrainState, run_identity
 from train.launch import build_accelerator
 from train.metrics import FlopsModel, IntervalMeter, peak_flops
@@ -62,12 +62,14 @@ class Run:
     def is_main(self) -> bool:
         return self.accelerator.is_main_process
 
-    def forward(self, batch: Batch, step_weights: Tensor, *, collect: bool) -> TrainOutput:
+    def plan(self, batch: Batch) -> UnrollPlan:
+        """Which positions of ``batch``, still on the CPU, are unrolled and judged."""
+        return plan_unroll(batch.loss_mask, batch.document_ids, self.num_unroll_steps)
+
+    def forward(self, batch: Batch, plan: UnrollPlan, step_weights: Tensor, *, collect: bool) -> TrainOutput:
         """Target, then draft, on one micro-batch; ``step_weights`` [S] on the device."""
-        on_cpu, batch = batch, batch.to(self.accelerator.device)
+        batch = batch.to(self.accelerator.device)
         output = self.target.forward(batch.input_ids, position_ids=batch.position_ids)
-        # Made on the CPU, while a GPU works on the target.
-        plan = plan_unroll(on_cpu.loss_mask, on_cpu.document_ids, self.num_unroll_steps).to(self.accelerator.device)
         dtype = torch.bfloat16 if self.config.trainer.mixed_precision == "bf16" else torch.float32
         return self.model(
             features=output.features.to(dtype),
@@ -80,7 +82,7 @@ class Run:
             step_weights=step_weights,
             objective=self.objective,
             collect=collect,
-            plan=plan,
+            plan=plan.to(self.accelerator.device),
         )
 
     def record(self, metrics: dict[str, float]) -> dict[str, Any]:
@@ -88,8 +90,6 @@ class Run:
         return {
             "step": self.state.step,
             "metrics": metrics,
-            "best_tau": self.state.best_tau,
-            "best_step": self.state.best_step,
             "config": asdict(self.config),
             "target_fingerprint": self.target.spec.fingerprint,
             "data_manifest_sha256": self.data_sha256,
@@ -138,12 +138,12 @@ def build_run(config: Config) -> Run:
 
 
 def build_checkpoints(config: Config, accelerator: Accelerator, target: Target, data_sha256: str) -> Checkpoints:
-    """The run's checkpoints; emptied first with ``trainer.resume=false``."""
-    identity = run_identity(config, world_size=accelerator.num_processes, target_fingerprint=target.spec.fingerprint,
-                            data_sha256=data_sha256)
-    folder = Path(config.output_dir) / "checkpoints"
-    checkpoints = Checkpoints(folder, accelerator, keep=config.trainer.keep_checkpoints, identity=identity)
-    if not config.trainer.resume:
+    """The run's checkpoints. Where there is none to resume from, or none is wanted, the run starts from nothing."""
+    identity = run_identity(config, world_size=accelerator.num_processes, device_type=accelerator.device.type,
+                            target_fingerprint=target.spec.fingerprint, data_sha256=data_sha256)
+    checkpoints = Checkpoints(Path(config.output_dir), accelerator, keep=config.trainer.keep_checkpoints,
+                              identity=identity)
+    if not (config.trainer.resume and checkpoints.exist()):
         checkpoints.discard()
     return checkpoints
 

@@ -30,12 +30,13 @@ LATEST_FILE = "latest"
 MODEL_FILE = "model.safetensors"
 TRAINING_FILE = "training.json"
 
-# What may differ between the run that wrote a checkpoint and the one that resumes: it does not touch the numbers.
-# The target and the data are compared by content, not by path.
+# What may differ between the run that wrote a checkpoint and the one that resumes: it does not touch the numbers, or
+# (loss_memory_mib, so that a run that was out of memory can go on) only the order of sums. The target and the data are
+# compared by content, not by path, and the device by what it is, not by how it was asked for.
 FREE_SETTINGS = (
-    "run_name", "output_dir", "target.model", "data.train_path", "data.validation_path", "data.num_workers",
-    "generation.", "tracking.", "eval.", "distributed.cpu", "trainer.resume", "trainer.log_every",
-    "trainer.validate_every", "trainer.save_every", "trainer.keep_checkpoints",
+    "run_name", "output_dir", "target.model", "target.chat_template_kwargs", "data.train_path", "data.validation_path",
+    "data.num_workers", "generation.", "tracking.", "eval.", "distributed.cpu", "trainer.resume", "trainer.log_every",
+    "trainer.validate_every", "trainer.save_every", "trainer.keep_checkpoints", "trainer.loss_memory_mib",
 )
 
 
@@ -44,16 +45,16 @@ class TrainState:
     """What a run remembers besides weights, optimizer and RNG. The loader's position is the step itself."""
 
     step: int = 0
-    best_tau: float | None = None  # simulated tau under the candidates, on the validation set
-    best_step: int | None = None
     tracker_run_id: str | None = None
 
 
-def run_identity(config: Config, *, world_size: int, target_fingerprint: str, data_sha256: str) -> dict[str, Any]:
+def run_identity(
+    config: Config, *, world_size: int, device_type: str, target_fingerprint: str, data_sha256: str
+) -> dict[str, Any]:
     """Everything that decides the numbers of a run, flat: a checkpoint is resumed only by the same."""
     settings = {key: value for key, value in _flatten(asdict(config)) if not key.startswith(FREE_SETTINGS)}
-    return {**settings, "number of ranks": world_size, "target fingerprint": target_fingerprint,
-            "training data sha256": data_sha256}
+    return {**settings, "number of ranks": world_size, "device": device_type,
+            "target fingerprint": target_fingerprint, "training data sha256": data_sha256}
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -68,13 +69,14 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: ``output_dir/checkpoints``, seen by all ranks.
+        output_dir: of the run, seen by all ranks.
         keep: number of newest checkpoints to keep.
         identity: of ``run_identity``.
     """
 
-    def __init__(self, folder: Path, accelerator: Accelerator, *, keep: int, identity: dict[str, Any]) -> None:
-        self.folder = folder
+    def __init__(self, output_dir: Path, accelerator: Accelerator, *, keep: int, identity: dict[str, Any]) -> None:
+        self.folder = output_dir / "checkpoints"
+        self.final = output_dir / "final"
         self.accelerator = accelerator
         self.keep = keep
         self.identity = identity
@@ -96,10 +98,15 @@ class Checkpoints:
             _flush_tree(partial)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            self._publish(partial, f"step-{state.step}")
+            self._publish(partial, state.step)
         accelerator.wait_for_everyone()
 
-    def _publish(self, partial: Path, name: str) -> None:
+    def _publish(self, partial: Path, step: int) -> None:
+        """Make ``partial`` the newest checkpoint, then remove the ones that are not kept.
+
+        Of a later step than ``step`` none is: ``latest`` did not point there, or this run would have begun there.
+        """
+        name = f"step-{step}"
         shutil.rmtree(self.folder / name, ignore_errors=True)
         partial.rename(self.folder / name)
         pointer = self.folder / f".{LATEST_FILE}.partial"
@@ -107,9 +114,10 @@ class Checkpoints:
         _flush(pointer)
         os.replace(pointer, self.folder / LATEST_FILE)
         _flush(self.folder)
-        complete = sorted(self.folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-        for old in complete[: -self.keep]:
-            shutil.rmtree(old)
+        complete = {int(path.name.removeprefix("step-")): path for path in self.folder.glob("step-*")}
+        kept = sorted(number for number in complete if number <= step)[-self.keep :]
+        for number in complete.keys() - kept:
+            shutil.rmtree(complete[number])
 
     def exist(self) -> bool:
         """Whether there is one to resume from."""
@@ -137,9 +145,10 @@ class Checkpoints:
         return TrainState(**content["state"])
 
     def discard(self) -> None:
-        """Forget the checkpoints of an earlier run of this name (``trainer.resume=false``)."""
+        """Forget an earlier run of this name: checkpoints and result, which would pass for the result of this one."""
         if self.accelerator.is_main_process:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            for folder in (self.folder, self.final):
+                shutil.rmtree(folder, ignore_errors=True)
         self.accelerator.wait_for_everyone()
 
 

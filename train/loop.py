@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specvocab_model.acceptance import AcceptanceSums, summarise
-from specvocab_model.losses import step_weights, valid_counts
+from specvocab_model.losses import step_weights
+from specvocab_model.unroll import UnrollPlan
 from train.checkpoint import save_final
 from train.metrics import peak_memory_gib
 from train.optim import learning_rate
@@ -23,8 +23,6 @@ from train.validation import validate
 
 if TYPE_CHECKING:
     from train.build import Run
-
-BEST_METRIC = "simulated_tau/candidates"
 
 
 class NonFiniteError(RuntimeError):
@@ -49,14 +47,15 @@ def train(run: Run) -> None:
         should_log = is_last or state.step % config.trainer.log_every == 0
 
         # Step: every unroll step's mean is over all its valid positions, of all ranks and micro-batches.
-        counts, num_tokens, num_slots = count_positions(run, micro_batches)
+        plans = [run.plan(batch) for batch in micro_batches]
+        counts, num_tokens, num_unrolled, num_slots = count_positions(run, micro_batches, plans)
         means_over = counts if config.trainer.loss_normalization == "valid" else torch.full_like(counts, num_slots)
         weights = step_weights(run.objective, means_over).to(run.accelerator.device)
         losses: list[Tensor] = []
         sums = AcceptanceSums.zeros(run.num_unroll_steps, run.accelerator.device)
-        for index, batch in enumerate(micro_batches):
+        for index, (batch, plan) in enumerate(zip(micro_batches, plans, strict=True)):
             with run.updater.micro_step(last=index == len(micro_batches) - 1):
-                output = run.forward(batch, weights, collect=should_log)
+                output = run.forward(batch, plan, weights, collect=should_log)
                 run.updater.backward(output.loss)
             losses.append(output.loss.detach())
             sums = sums if output.sums is None else sums + output.sums
@@ -64,7 +63,7 @@ def train(run: Run) -> None:
         objective = float(run.accelerator.reduce(torch.stack(losses).sum(), "sum"))
         if not (math.isfinite(objective) and math.isfinite(grad_norm)):
             raise non_finite_error(run, micro_batches, losses, objective, grad_norm)
-        meter.update(objective, num_tokens, counts)
+        meter.update(objective, num_tokens, num_unrolled, counts)
         progress.update()
 
         # Log.
@@ -79,8 +78,6 @@ def train(run: Run) -> None:
         # Validate.
         if is_last or state.step % config.trainer.validate_every == 0:
             validation = validate(run)
-            if state.best_tau is None or validation[BEST_METRIC] > state.best_tau:
-                state.best_tau, state.best_step = validation[BEST_METRIC], state.step
             run.tracker.log({f"validation/{name}": value for name, value in validation.items()}, state.step)
             report(run, validation_line(run, validation))
             meter.restart_clock()
@@ -93,19 +90,24 @@ def train(run: Run) -> None:
 
     # Stop.
     validation = validation or validate(run)
-    save_final(Path(config.output_dir) / "final", run.accelerator, run.model, run.record(validation))
+    save_final(run.checkpoints.final, run.accelerator, run.model, run.record(validation))
     run.tracker.finish()
 
 
-def count_positions(run: Run, micro_batches: list[Batch]) -> tuple[Tensor, int, int]:
-    """Totals of one optimizer step over all ranks: valid positions int64 [S], tokens without padding, token slots."""
-    counts = torch.zeros(run.num_unroll_steps + 2, dtype=torch.int64)
-    for batch in micro_batches:
-        counts[:-2] += valid_counts(batch.loss_mask, batch.document_ids, run.num_unroll_steps)
-        counts[-2] += (batch.document_ids != PADDING_DOCUMENT).sum()
+def count_positions(run: Run, micro_batches: list[Batch], plans: list[UnrollPlan]) -> tuple[Tensor, int, int, int]:
+    """Totals of one optimizer step over all ranks.
+
+    Returns:
+        Valid positions of each unroll step, int64 [S]; tokens without padding; unrolled positions; token slots.
+    """
+    counts = torch.zeros(run.num_unroll_steps + 3, dtype=torch.int64)
+    for batch, plan in zip(micro_batches, plans, strict=True):
+        counts[:-3] += plan.rows.valid.sum(1)
+        counts[-3] += (batch.document_ids != PADDING_DOCUMENT).sum()
+        counts[-2] += len(plan.unrolled.index)
         counts[-1] += batch.num_slots
     counts = run.accelerator.reduce(counts.to(run.accelerator.device), "sum").cpu()
-    return counts[:-2], int(counts[-2]), int(counts[-1])
+    return counts[:-3], int(counts[-3]), int(counts[-2]), int(counts[-1])
 
 
 def highest_peak_memory(run: Run) -> float:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.target import Target
@@ -39,18 +39,25 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
+def count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 @dataclass(frozen=True, slots=True)
 class FlopsModel:
     """FLOPs that one optimizer step needs, 2 per multiply-add; attention scores and recomputation are left out.
 
-    The frozen target runs forward (2 per parameter and token), the draft forward and backward (6). Output embeddings
-    cost 2 V d for the teacher's row, and for every student row 2 V d forward and 2 V d back to the hidden state: the
-    embedding gets no gradient.
+    The frozen target runs forward (2 per parameter and token), the draft forward and backward (6; ``fc`` 4, because
+    the target's features get no gradient). Prompt positions only leave a key at step 0, and what the draft's attention
+    projects of a token is the same at every step (see ``unroll.unroll``). Output embeddings cost 2 V d for the
+    teacher's row, and for every student row 2 V d forward and 2 V d back to the hidden state: the embedding gets no
+    gradient.
     """
 
     target_body: int  # parameters of the target without its two embeddings
-    fuse: int  # parameters of fc, used once a token
-    layer: int  # parameters of the draft layer, used at every unroll step
+    fuse: int  # of fc: used once a token
+    projections: int  # of the halves of q, k, v that read the token: used once a token; as many read the hidden state
+    rest: int  # of o_proj and the MLP: used at every unrolled position of every step
     lm_head: int  # V * d
     speculator: int  # r * (d + V)
 
@@ -60,20 +67,36 @@ class FlopsModel:
         if target.spec.model_type.endswith("_moe"):
             return None
         embedding = target.model.get_input_embeddings().weight.numel()
+        target_body = count_parameters(target.model.get_decoder()) - embedding
+        return cls.of_draft(model, target.lm_head_weight, target_body)
+
+    @classmethod
+    def of_draft(cls, model: SpecVocabDraft, lm_head_weight: Tensor, target_body: int) -> FlopsModel:
+        """``target_body`` is 0 where the target does not run."""
+        layer = model.draft.midlayer
+        attention = layer.self_attn
         return cls(
-            target_body=sum(p.numel() for p in target.model.get_decoder().parameters()) - embedding,
-            fuse=model.draft.fc.weight.numel(),
-            layer=sum(p.numel() for p in model.draft.midlayer.parameters()),
-            lm_head=target.lm_head_weight.numel(),
-            speculator=0 if model.speculator is None else sum(p.numel() for p in model.speculator.parameters()),
+            target_body=target_body,
+            fuse=count_parameters(model.draft.fc),
+            projections=sum(map(count_parameters, (attention.q_proj, attention.k_proj, attention.v_proj))) // 2,
+            rest=count_parameters(attention.o_proj) + count_parameters(layer.mlp),
+            lm_head=lm_head_weight.numel(),
+            speculator=0 if model.speculator is None else count_parameters(model.speculator),
         )
 
-    def step(self, num_tokens: int, valid_counts: Tensor) -> float:
-        """``num_tokens`` without padding; ``valid_counts`` [S] of ``losses.valid_counts``."""
+    def step(self, num_tokens: int, num_unrolled: int, valid_counts: Tensor) -> float:
+        """FLOPs of an optimizer step.
+
+        Args:
+            num_tokens: without padding.
+            num_unrolled: positions that every step is computed at (``unroll.UnrolledPositions``).
+            valid_counts: [S], of ``losses.valid_counts``.
+        """
         steps, pairs = len(valid_counts), float(valid_counts.sum())
-        per_token = 2 * self.target_body + 6 * self.fuse + 6 * self.layer * steps
+        per_token = 2 * self.target_body + 4 * self.fuse + 6 * 2 * self.projections  # step 0 projects every position
+        per_unrolled = 6 * (self.rest * steps + self.projections * (steps - 1))
         heads = float(valid_counts[0]) * 2 * self.lm_head + pairs * (4 * self.lm_head + 6 * self.speculator)
-        return num_tokens * per_token + heads
+        return num_tokens * per_token + num_unrolled * per_unrolled + heads
 
 
 @dataclass(slots=True)
@@ -93,7 +116,7 @@ class IntervalMeter:
     def restart_clock(self) -> None:
         self._clock = time.perf_counter()
 
-    def update(self, objective: float, num_tokens: int, valid_counts: Tensor) -> None:
+    def update(self, objective: float, num_tokens: int, num_unrolled: int, valid_counts: Tensor) -> None:
         """One optimizer step; all arguments are totals over all ranks."""
         now = time.perf_counter()
         self.seconds += now - self._clock
@@ -103,7 +126,7 @@ class IntervalMeter:
         self.tokens += num_tokens
         self.valid_tokens += int(valid_counts[0])
         if self.flops_model is not None:
-            self.flops += self.flops_model.step(num_tokens, valid_counts)
+            self.flops += self.flops_model.step(num_tokens, num_unrolled, valid_counts)
 
     def flush(self) -> dict[str, float]:
         """Means and rates of the interval, which starts anew."""

@@ -24,7 +24,7 @@ def validate(run: Run) -> dict[str, float]:
     run.model.eval()
     for micro_batches in run.validation_loader:
         for batch in micro_batches:
-            output = run.forward(batch, unweighted, collect=True)
+            output = run.forward(batch, run.plan(batch), unweighted, collect=True)
             assert output.sums is not None
             sums = sums + output.sums
     run.model.train()

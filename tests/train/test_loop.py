@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from specvocab_model.acceptance import AcceptanceSums
 from specvocab_model.config import ConfigError
+from specvocab_model.losses import valid_counts
 from tests.train.runs import (
     NUM_TRAIN_ROWS,
     RARE_ROW,
@@ -23,7 +25,7 @@ from tests.train.runs import (
     overrides,
 )
 from train.build import Run, build_run
-from train.loop import NonFiniteError, train
+from train.loop import NonFiniteError, count_positions, train
 
 NUMBERS = ("train/objective", "optim/grad_norm", "optim/lr", "train/loss", "train/simulated_tau/candidates")
 
@@ -55,6 +57,16 @@ def test_the_data_has_a_partial_last_group_and_a_row_without_valid_positions(roo
     assert any(set(batch.row_ids) == {"row-1"} for step in steps for batch in step)
 
 
+def test_positions_are_counted_over_the_step(root):
+    run = run_of(root, "counted")
+    batches = next(iter(run.train_loader))
+    counts, num_tokens, num_unrolled, num_slots = count_positions(run, batches, [run.plan(one) for one in batches])
+    assert counts.tolist() == sum(valid_counts(one.loss_mask, one.document_ids, 3) for one in batches).tolist()
+    assert num_slots == 4 * SEQ_LEN
+    assert num_tokens == sum(int((one.document_ids >= 0).sum()) for one in batches)
+    assert counts[0] < num_unrolled < num_tokens  # ends of documents, prompts
+
+
 @pytest.mark.parametrize(("micro_batch_size", "accumulation"), [(4, 1), (2, 2)])
 def test_accumulation_does_not_change_the_numbers(root, reference, micro_batch_size, accumulation):
     name = f"accumulation-{accumulation}"
@@ -72,7 +84,7 @@ def test_the_objective_is_a_mean_over_all_positions_of_the_step(root, normalizat
     sums, num_slots = AcceptanceSums.zeros(3), 0
     for batch in next(iter(run.train_loader)):
         with torch.no_grad():
-            sums = sums + run.forward(batch, torch.ones(3), collect=True).sums
+            sums = sums + run.forward(batch, run.plan(batch), torch.ones(3), collect=True).sums
         num_slots += batch.input_ids.shape[0] * SEQ_LEN
     mean_over = sums.count if normalization == "valid" else torch.full_like(sums.count, num_slots)
     expected = (0.8 ** torch.arange(3) * (sums.loss + 0.1 * sums.aux_loss) / mean_over).sum()
@@ -137,6 +149,19 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(root, monkeypatch):
     assert folders == {"latest", "step-8", f"step-{resumed.total_steps}"}  # two kept, nothing half written
 
 
+def test_a_later_checkpoint_that_a_kill_left_behind_does_not_displace_the_newest(root):
+    train(run_of(root, "left-behind", "trainer.max_steps=8"))
+    checkpoints = root / "left-behind" / "checkpoints"
+    (checkpoints / "latest").write_text("step-4")  # as if killed when step-8 had its name and `latest` not yet
+    changes = ("trainer.max_steps=8", "trainer.save_every=3", "trainer.keep_checkpoints=1")
+    resumed = run_of(root, "left-behind", *changes)
+    kill_in_step(resumed, 7)
+    with pytest.raises(Killed):
+        train(resumed)
+    assert {path.name for path in checkpoints.iterdir()} == {"latest", "step-6"}
+    assert run_of(root, "left-behind", *changes).state.step == 6
+
+
 @pytest.mark.parametrize(("change", "named"), [
     ("optim.lr=1e-2", "optim.lr: 0.003 then, 0.01 now"),
     ("trainer.gradient_accumulation_steps=2", "trainer.gradient_accumulation_steps: 4 then, 2 now"),
@@ -148,11 +173,12 @@ def test_a_checkpoint_of_another_configuration_is_refused(root, reference, chang
     assert named in str(refused.value)
 
 
-def test_a_checkpoint_of_another_number_of_ranks_is_refused(root):
+def test_a_checkpoint_of_another_device_or_number_of_ranks_is_refused(root):
     train(run_of(root, "ranks", "trainer.max_steps=1"))
     path = root / "ranks" / "checkpoints" / "step-1" / "state.json"
-    path.write_text(path.read_text().replace('"number of ranks": 1', '"number of ranks": 8'))
-    with pytest.raises(ConfigError, match="number of ranks: 8 then, 1 now"):
+    path.write_text(path.read_text().replace('"number of ranks": 1', '"number of ranks": 8')
+                    .replace('"device": "cpu"', '"device": "cuda"'))
+    with pytest.raises(ConfigError, match="device: 'cuda' then, 'cpu' now; number of ranks: 8 then, 1 now"):
         run_of(root, "ranks", "trainer.max_steps=1")
 
 
@@ -164,10 +190,22 @@ def test_resume_false_starts_over(root):
     assert [step for step, _ in logged(root, "over", "optim/lr")] == [1, 2]
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_that_starts_from_nothing_removes_the_result_of_the_one_before(root, resume):
+    """Else a run that is killed would be exported with the weights of another."""
+    name = f"result-{resume}"
+    train(run_of(root, name, "trainer.max_steps=1"))
+    assert run_of(root, name, "trainer.max_steps=1").state.step == 1 and (root / name / "final").exists()
+    if resume:
+        shutil.rmtree(root / name / "checkpoints")
+    run_of(root, name, "trainer.max_steps=1", "optim.lr=1e-2", f"trainer.resume={resume}")
+    assert not (root / name / "final").exists()
+
+
 def test_what_does_not_touch_the_numbers_may_change(root):
     train(run_of(root, "renamed", "trainer.max_steps=1"))
     assert run_of(root, "renamed", "trainer.max_steps=1", "trainer.log_every=7", "data.num_workers=1",
-                  "tracking=tensorboard").state.step == 1
+                  "tracking=tensorboard", "trainer.loss_memory_mib=512").state.step == 1
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_the_step_and_the_rows(root):
