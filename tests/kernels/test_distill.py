@@ -290,6 +290,21 @@ def test_bf16_error_is_that_of_plain_bf16_torch(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("share", [1.0, 5e-5, 1e-7])
+def test_fp16_products_keep_the_small_weights_of_a_large_batch(impl, share):
+    tensors = problem(steps=3, rows=16, vocab_size=300, hidden_size=32, rank=8, scale=0.3)
+    tensors["weight"] *= share
+    for name in ("lm_head", "teacher_hidden"):
+        tensors[name] = tensors[name].half()
+    total, _, gradients = losses_and_gradients(distill, tensors, impl=impl)
+    expected, _, truth = losses_and_gradients(distill_reference, to_fp64(tensors))
+    torch.testing.assert_close(total.double() / share, expected / share, rtol=2e-3, atol=1e-3)
+    for name, wanted in truth.items():
+        error = (gradients[name].double() - wanted).norm() / wanted.norm()
+        assert error < 4e-3, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_the_upstream_gradient_scales_everything(impl):
     tensors = problem(steps=1, rows=3, vocab_size=20, hidden_size=4, rank=2)
     distill(**tensors, impl=impl)[0].backward()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specvocab_kernels._impl import choose_impl
-from specvocab_kernels.distill.chunked import ChunkedDistill, DistillOptions
+from specvocab_kernels.distill.chunked import ChunkedDistill, DistillFunction, DistillOptions
 from specvocab_kernels.distill.reference import LOSSES, DistillStats
 
 __all__ = ["LOSSES", "DistillStats", "distill", "row_bytes"]
@@ -89,17 +89,28 @@ def distill(
             matrix is not None and matrix.requires_grad for matrix in (student_hidden, down_proj, vocab_proj)
         ),
     )
-    function: type[torch.autograd.Function] = ChunkedDistill
+    function: type[DistillFunction] = ChunkedDistill
     if impl == "triton":
         from specvocab_kernels.distill.fused import FusedDistill  # needs the package triton
 
         function = FusedDistill
     stats = DistillStats.empty((steps, rows), student_hidden.device) if collect else None
+    # One position's share of a large batch is too small for fp16, so the products are made with weights up to 1. Being
+    # a power of two, the unit changes no bit of the result where nothing underflows.
+    unit = _next_power_of_two(weight)
     with torch.autocast(student_hidden.device.type, enabled=False):
         total = function.apply(
-            student_hidden, down_proj, vocab_proj, teacher_hidden, lm_head, weight, options, stats
+            student_hidden, down_proj, vocab_proj, teacher_hidden, lm_head, weight / unit, options, stats
         )
-    return total, stats
+    return total * unit, stats
+
+
+def _next_power_of_two(weight: Tensor) -> Tensor:
+    """Above the largest of ``weight``, as a scalar on its device; an arbitrary one where all are 0 or none is there."""
+    if not weight.numel():
+        return weight.new_ones(())
+    largest = weight.amax().clamp_min(torch.finfo(weight.dtype).tiny)
+    return largest / torch.frexp(largest).mantissa
 
 
 def row_bytes(impl: str, num_steps: int, lm_head: Tensor) -> int:

@@ -44,13 +44,31 @@ def _to_raw(slope: Tensor, logits: Tensor, weight: Tensor, options: DistillOptio
     return slope.mul_(weight[:, None] * options.logit_scale)
 
 
-class ChunkedDistill(torch.autograd.Function):
-    """``forward(student, down, vocab, teacher, lm_head, weight, options, stats) -> scalar``."""
+class DistillFunction(torch.autograd.Function):
+    """``forward(student, down, vocab, teacher, lm_head, weight, options, stats) -> scalar``; leaves ``ctx.grads``."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_total):  # type: ignore[no-untyped-def]
+        """The gradients scaled in place: a copy would double the largest tensors of all.
+
+        Raises:
+            RuntimeError: they have been handed out before.
+        """
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            raise RuntimeError("distill: backward can run once only; call distill again instead of retain_graph=True")
+        made = [None if grad is None else grad.mul_(grad_total) for grad in (grads.student, grads.down, grads.vocab)]
+        return (*made, None, None, None, None, None)
+
+
+class ChunkedDistill(DistillFunction):
+    """Chunk by chunk and step by step in plain torch."""
 
     @staticmethod
     def forward(ctx, student, down, vocab, teacher, lm_head, weight, options, stats):  # type: ignore[no-untyped-def]
         dtype = lm_head.dtype
-        grads = Gradients.zeros_like(student, dtype, down, vocab)
+        grads = Gradients.zeros_like(student, down, vocab)
         # Rows of weight 0 are blanked: a NaN there would survive the multiplication by 0.
         student = student.to(dtype).masked_fill((weight == 0)[..., None], 0.0)
         teacher = teacher.to(dtype).masked_fill((weight == 0).all(0)[:, None], 0.0)
@@ -69,39 +87,19 @@ class ChunkedDistill(torch.autograd.Function):
         ctx.grads = grads if options.gradients else None
         return total
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_total):  # type: ignore[no-untyped-def]
-        grads, ctx.grads = ctx.grads, None
-        return hand_out(grads, grad_total)
-
-
-def hand_out(grads: Gradients | None, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of ``forward``'s arguments, scaled in place: a copy would double the largest tensors of all.
-
-    Raises:
-        RuntimeError: they have been handed out before.
-    """
-    if grads is None:
-        raise RuntimeError("distill: backward can run once only; call distill again instead of retain_graph=True")
-    made = [None if grad is None else grad.mul_(grad_total) for grad in (grads.student, grads.down, grads.vocab)]
-    return (*made, None, None, None, None, None)
-
 
 @dataclass(slots=True)
 class Gradients:
-    student: Tensor  # [S, N, d] in the compute dtype
+    student: Tensor  # [S, N, d] in the student's dtype, which may hold smaller numbers than that of the products
     down: Tensor | None  # [r, d] fp32: sums over all rows
     vocab: Tensor | None  # [V, r] fp32
 
     @classmethod
-    def zeros_like(
-        cls, student: Tensor, dtype: torch.dtype, down: Tensor | None, vocab: Tensor | None
-    ) -> Gradients:
+    def zeros_like(cls, student: Tensor, down: Tensor | None, vocab: Tensor | None) -> Gradients:
         def sums(like: Tensor | None) -> Tensor | None:
             return None if like is None else torch.zeros_like(like, dtype=torch.float32)
 
-        return cls(torch.zeros_like(student, dtype=dtype), sums(down), sums(vocab))
+        return cls(torch.zeros_like(student), sums(down), sums(vocab))
 
 
 def _one_step(

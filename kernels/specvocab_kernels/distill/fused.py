@@ -11,23 +11,22 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from specvocab_kernels.distill.chunked import DistillOptions, Gradients, hand_out
+from specvocab_kernels.distill.chunked import DistillFunction, DistillOptions, Gradients
 from specvocab_kernels.distill.kernel import launch_student, launch_teacher
 from specvocab_kernels.distill.reference import DistillStats
 
 ADDS_IN_FP32 = "dtype_out" in torch.ops.aten.addmm.overloads()  # torch 2.8 and later
 
 
-class FusedDistill(torch.autograd.Function):
-    """Same signature and result as ``ChunkedDistill``."""
+class FusedDistill(DistillFunction):
+    """All steps of a chunk at once, with a Triton kernel."""
 
     @staticmethod
     def forward(ctx, student, down, vocab, teacher, lm_head, weight, options, stats):  # type: ignore[no-untyped-def]
         num_steps, num_rows, _ = student.shape
         dtype, device = lm_head.dtype, student.device
-        grads = Gradients.zeros_like(student, dtype, down, vocab)
+        grads = Gradients.zeros_like(student, down, vocab)
         down, vocab = (None if matrix is None else matrix.to(dtype) for matrix in (down, vocab))
         losses = torch.full((2, num_steps, num_rows), float("nan"), device=device)  # student's, speculator's
         chunk_rows = _even_chunks(num_rows, options.chunk_rows)
@@ -43,12 +42,6 @@ class FusedDistill(torch.autograd.Function):
             total = total + options.aux_weight * (weight * losses[1]).sum()
         ctx.grads = grads if options.gradients else None
         return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_total):  # type: ignore[no-untyped-def]
-        grads, ctx.grads = ctx.grads, None
-        return hand_out(grads, grad_total)
 
 
 def _even_chunks(num_rows: int, most: int) -> int:

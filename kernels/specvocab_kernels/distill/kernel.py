@@ -130,6 +130,7 @@ def _sums(LOSS: tl.constexpr, p, q, log_p, log_q):
         main = tl.sum(tl.where(p > 0.0, p * (log_p - log_m), 0.0), 0)
         second = tl.sum(tl.where(q > 0.0, q * (log_q - log_m), 0.0), 0)
     else:
+        tl.static_assert((LOSS == "tv") | (LOSS == "lk") | (LOSS == "lk_hybrid"))
         main = tl.sum(tl.minimum(p, q), 0)
         second = tl.sum(tl.where(q < p, q, 0.0), 0)
     return main, second, kl
@@ -148,6 +149,7 @@ def _value(LOSS: tl.constexpr, main, second, kl):
     elif LOSS == "lk":
         value = -tl.log(tl.maximum(main, TINY))
     else:
+        tl.static_assert(LOSS == "lk_hybrid")
         share = tl.exp(main * MINUS_DECAY)
         value = share * kl + (1.0 - share) * (1.0 - main)
     return value
@@ -171,6 +173,7 @@ def _slope(LOSS: tl.constexpr, p, q, log_p, log_q, main, second):
         elif LOSS == "lk":
             slope = falling / tl.maximum(main, TINY)
         else:
+            tl.static_assert(LOSS == "lk_hybrid")
             share = tl.exp(main * MINUS_DECAY)
             slope = share * (q - p) + (1.0 - share) * falling
     return slope
