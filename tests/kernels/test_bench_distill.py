@@ -1,21 +1,14 @@
 """The benchmark runs end to end on its tiny shape, and its eager variant is what it compares with."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCH = Path(__file__).parents[2] / "kernels" / "benchmarks" / "bench_distill.py"
-
 
 @pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("bench_distill", BENCH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def bench(load_benchmark):
+    return load_benchmark("bench_distill")
 
 
 def test_tiny_run_prints_a_table_and_writes_json(bench, tmp_path, capsys, device):

@@ -1,16 +1,10 @@
 """The benchmark runs end to end on its tiny shape."""
 
-import importlib.util
 import json
-from pathlib import Path
-
-BENCH = Path(__file__).parents[2] / "kernels" / "benchmarks" / "bench_gather_dot.py"
 
 
-def test_tiny_run_prints_a_table_and_writes_json(tmp_path, capsys, device):
-    spec = importlib.util.spec_from_file_location("bench_gather_dot", BENCH)
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
+def test_tiny_run_prints_a_table_and_writes_json(load_benchmark, tmp_path, capsys, device):
+    bench = load_benchmark("bench_gather_dot")
     bench.main(["--tiny", "--rows", "1", "3", "--k", "5", "5000", "--json", str(tmp_path / "out.json")])
 
     report = json.loads((tmp_path / "out.json").read_text())
