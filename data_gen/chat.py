@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from data_gen.prompts import Message
+from specvocab_model.config import ConfigError
 
 SENTINEL = "specvocab-user-content"
 
@@ -21,49 +23,92 @@ class UserTurn:
     """The template around the content of a first user message."""
 
     header_ids: list[int]  # everything in front of it, a default system message included
-    end_token_id: int  # the special token right after it
+    end_text: str  # what stands right after it: a special token, or the line that names the next speaker
+    end_token_id: int | None  # the id of that special token; None where the end is ordinary text
+
+    def stop_token_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Where to stop a continuation of ``header_ids``. Ordinary text stops nothing: it is cut by ``words``."""
+        own = () if self.end_token_id is None else (self.end_token_id,)
+        return tuple(dict.fromkeys((*own, *eos_token_ids)))
+
+    def words(self, text: str, finish_reason: str) -> str | None:
+        """What the user says in ``text``, a continuation of ``header_ids``; None if its end was not reached."""
+        words, end, _ = text.partition(self.end_text)
+        return words.strip() if end or finish_reason == "stop" else None
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
+) -> list[int]:
     """Token ids of a conversation up to where the assistant's answer begins.
 
     A tokenizer without a chat template (a base model) gets the contents as plain text, and adds BOS if it does so.
 
+    Args:
+        template_kwargs: variables of the chat template (``target.chat_template_kwargs``).
+
     Raises:
-        ValueError: the chat template refuses the conversation.
+        ValueError: the chat template refuses the conversation, or does not know one of the variables.
     """
+    check_template_kwargs(tokenizer, template_kwargs or {})
     if tokenizer.chat_template is None:
         return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+    return cast(list[int], _apply_template(tokenizer, messages, template_kwargs, tokenize=True))
+
+
+def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ConfigError: the chat template never mentions one of the variables; rendering would ignore it.
+    """
+    for name in template_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template or "")):
+            raise ConfigError(f"target.chat_template_kwargs sets {name!r}, which the target's chat template never "
+                              "reads; remove it, or look for its right name in the template")
+
+
+def _apply_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    template_kwargs: Mapping[str, Any] | None,
+    *,
+    tokenize: bool,
+) -> list[int] | str:
+    """The conversation up to the answer, as ids or as text."""
     try:
-        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=tokenize, add_generation_prompt=True, return_dict=False, **(template_kwargs or {})
+        )
     except TemplateError as error:
         raise ValueError(f"the chat template refuses roles {[message['role'] for message in messages]}: "
                          f"{error}") from error
-    return cast(list[int], ids)
 
 
-def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn:
+def user_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None) -> UserTurn:
     """What surrounds a user's words in the chat template, found by rendering a sentinel in their place.
 
     A model that continues ``header_ids`` invents what a user would say (Magpie, Xu et al. 2024,
     https://arxiv.org/abs/2406.08464).
 
     Raises:
-        ValueError: there is no template, it does not keep the user's words as they are, or it ends the turn with
-            ordinary text, which a user might write as well.
+        ValueError: there is no template, it does not keep the user's words as they are, or nothing in it ends the
+            turn.
     """
     if tokenizer.chat_template is None:
         raise ValueError("inventing user turns needs a chat template, and this tokenizer has none")
-    rendered = tokenizer.apply_chat_template([{"role": "user", "content": SENTINEL}], tokenize=False)
+    rendered = _apply_template(tokenizer, [{"role": "user", "content": SENTINEL}], template_kwargs, tokenize=False)
     parts = cast(str, rendered).split(SENTINEL)
     if len(parts) != 2:
         raise ValueError(f"the chat template shows a user's words {len(parts) - 1} times instead of once")
     # A space in front of the content belongs to the content's first token ("[INST] Hello" is "[INST]", " Hello").
     header = tokenizer(parts[0].rstrip(" "), add_special_tokens=False)["input_ids"]
-    footer = tokenizer(parts[1], add_special_tokens=False)["input_ids"]
-    if not footer or footer[0] not in tokenizer.added_tokens_decoder:
-        raise ValueError(f"the chat template ends a user turn with {parts[1]!r}, not with a special token")
-    return UserTurn(header_ids=header, end_token_id=footer[0])
+    footer = parts[1].strip()
+    if not footer:
+        raise ValueError(f"the chat template ends a user turn with {parts[1]!r}: nothing tells where the answer begins")
+    first = tokenizer(footer, add_special_tokens=False)["input_ids"][0]
+    if first in tokenizer.added_tokens_decoder:
+        return UserTurn(header_ids=header, end_text=tokenizer.added_tokens_decoder[first].content, end_token_id=first)
+    return UserTurn(header_ids=header, end_text=footer.splitlines()[0], end_token_id=None)
 
 
 def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

@@ -14,27 +14,36 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data_gen.chat import user_turn
+from data_gen.chat import UserTurn, user_turn
 from data_gen.engines import SamplingParams
 from data_gen.prompts import Prompt
-from data_gen.stage import Stage
-from specvocab_model.config import Config, ConfigError
-from specvocab_model.target import TargetSpec
+from data_gen.shards import load_rows
+from data_gen.stage import Stage, StageRunner
+from specvocab_model.config import ConfigError
 
 MIN_TOKENS = 4  # less is no question
 
 
-def magpie_stage(config: Config, spec: TargetSpec, tokenizer: PreTrainedTokenizerBase) -> Stage:
-    """Sample ``generation.magpie_prompts`` user turns into a folder beside the training data.
+def invent_prompts(runner: StageRunner) -> tuple[list[Prompt], Counter[str]]:
+    """Sample ``generation.magpie_prompts`` user turns; as ``invented_prompts`` returns them.
 
     Raises:
         ConfigError: the chat template does not allow it.
     """
+    config = runner.config
     try:
-        turn = user_turn(tokenizer)
+        turn = user_turn(runner.tokenizer, config.target.chat_template_kwargs)
     except ValueError as error:
         raise ConfigError(f"generation.magpie_prompts={config.generation.magpie_prompts}: {error}; "
                           "set it to 0 and give generation.prompt_files") from error
+    stage = magpie_stage(runner, turn)
+    runner.run(stage)
+    return invented_prompts(load_rows(stage.folder), turn, runner.tokenizer)
+
+
+def magpie_stage(runner: StageRunner, turn: UserTurn) -> Stage:
+    """Rows of what the user says, in a folder beside the training data."""
+    config = runner.config
     train_path = Path(config.data.train_path)
     return Stage(
         name="magpie",
@@ -44,24 +53,26 @@ def magpie_stage(config: Config, spec: TargetSpec, tokenizer: PreTrainedTokenize
         encode=lambda _: turn.header_ids,
         params=SamplingParams(
             max_new_tokens=config.generation.magpie_max_new_tokens,
-            stop_token_ids=tuple(dict.fromkeys((turn.end_token_id, *spec.eos_token_ids))),
+            stop_token_ids=turn.stop_token_ids(runner.spec.eos_token_ids),
             temperature=config.generation.magpie_temperature,
         ),
         role="user",
     )
 
 
-def invented_prompts(rows: Iterable[dict[str, Any]]) -> tuple[list[Prompt], Counter[str]]:
+def invented_prompts(
+    rows: Iterable[dict[str, Any]], turn: UserTurn, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Prompt], Counter[str]]:
     """The usable user turns among the rows of a Magpie stage, and how many were dropped for which reason."""
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
     for row in rows:
-        text = json.loads(row["messages"])[-1]["content"].strip()
-        if row["finish_reason"] == "length":
+        words = turn.words(json.loads(row["messages"])[-1]["content"], row["finish_reason"])
+        if words is None:
             dropped["unfinished"] += 1
-        elif row["num_loss_tokens"] - 1 < MIN_TOKENS or not text:
+        elif len(tokenizer(words, add_special_tokens=False)["input_ids"]) < MIN_TOKENS:
             dropped["too short"] += 1
         else:
             prompts.append(Prompt(id=row["id"], source="magpie", category="magpie",
-                                  messages=({"role": "user", "content": text},)))
+                                  messages=({"role": "user", "content": words},)))
     return prompts, dropped

@@ -18,9 +18,8 @@ from accelerate import PartialState
 
 from data_gen.chat import encode_prompt
 from data_gen.engines import SamplingParams
-from data_gen.magpie import invented_prompts, magpie_stage
-from data_gen.prompts import Prompt, load_prompts, split_prompts, unique_prompts
-from data_gen.shards import load_rows
+from data_gen.magpie import invent_prompts
+from data_gen.prompts import Prompt, hold_out, load_prompts, split_prompts, unique_prompts
 from data_gen.stage import Stage, StageRunner
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError
@@ -48,19 +47,23 @@ def generate(runner: StageRunner) -> None:
 
 
 def collect_prompts(runner: StageRunner) -> list[Prompt]:
-    """The prompts of the files, then those that the target invents, each once."""
+    """The prompts of the files, then those that the target invents, each once and none of the evaluation's.
+
+    Raises:
+        ConfigError: there are none, or a file is missing or not as it should be.
+    """
     generation = runner.config.generation
     if not generation.prompt_files and not generation.magpie_prompts:
         raise ConfigError("no prompts: give generation.prompt_files or set generation.magpie_prompts")
+    evaluation = load_prompts(runner.config.eval.prompts)
     written = list(chain.from_iterable(map(load_prompts, generation.prompt_files)))
     counts = {"read": len(written)}
     invented: list[Prompt] = []
     if generation.magpie_prompts:
-        stage = magpie_stage(runner.config, runner.spec, runner.tokenizer)
-        runner.run(stage)
-        invented, dropped = invented_prompts(load_rows(stage.folder))
+        invented, dropped = invent_prompts(runner)
         counts |= {"invented": len(invented)} | {f"invented but {reason}": count for reason, count in dropped.items()}
     prompts, counts["duplicates dropped"] = unique_prompts(written + invented)
+    prompts, counts["held out for evaluation"] = hold_out(prompts, evaluation)
     counts["follow-up turns not asked"] = sum(len(prompt.follow_ups) for prompt in prompts)
     runner.report("prompts: " + ", ".join(f"{count} {what}" for what, count in counts.items() if count))
     return prompts[: generation.num_prompts]
@@ -86,7 +89,9 @@ def answers(runner: StageRunner, name: str, folder: str, prompts: list[Prompt]) 
         name=name,
         folder=Path(folder),
         prompts=prompts,
-        encode=lambda prompt: encode_prompt(runner.tokenizer, prompt.conversation()),
+        encode=lambda prompt: encode_prompt(
+            runner.tokenizer, prompt.conversation(), runner.config.target.chat_template_kwargs
+        ),
         params=SamplingParams(
             max_new_tokens=generation.max_new_tokens,
             stop_token_ids=runner.spec.eos_token_ids,

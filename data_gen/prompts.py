@@ -139,19 +139,34 @@ def unique_prompts(prompts: Iterable[Prompt]) -> tuple[list[Prompt], int]:
     Raises:
         ConfigError: two different prompts have the same id.
     """
-    first_with: dict[str, Prompt] = {}
+    digests: set[str] = set()
     kept: dict[str, Prompt] = {}
     num_dropped = 0
     for prompt in prompts:
-        if prompt.digest in first_with:
+        digest = prompt.digest
+        if digest in digests:
             num_dropped += 1
             continue
         if prompt.id in kept:
             other = kept[prompt.id]
             raise ConfigError(f"two different prompts have the id {prompt.id!r} (sources {other.source!r} and "
                               f"{prompt.source!r}); ids must differ, or leave them out")
-        first_with[prompt.digest] = kept[prompt.id] = prompt
+        digests.add(digest)
+        kept[prompt.id] = prompt
     return list(kept.values()), num_dropped
+
+
+def question(messages: Iterable[Message]) -> str:
+    """What the user says in a conversation, whatever its case and white space, and whatever else is said."""
+    said = (message["content"] for message in messages if message["role"] == "user")
+    return "\n".join(" ".join(text.casefold().split()) for text in said)
+
+
+def hold_out(prompts: Sequence[Prompt], evaluation: Iterable[Prompt]) -> tuple[list[Prompt], int]:
+    """Drop prompts that ask what the first turn of an evaluation prompt asks; returns the others and how many."""
+    held_out = {question(prompt.messages) for prompt in evaluation}
+    kept = [prompt for prompt in prompts if question(prompt.messages) not in held_out]
+    return kept, len(prompts) - len(kept)
 
 
 def split_prompts(prompts: Iterable[Prompt], validation_fraction: float) -> tuple[list[Prompt], list[Prompt]]:

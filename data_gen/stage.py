@@ -13,12 +13,15 @@ from typing import Any
 from accelerate import PartialState
 from tqdm import tqdm
 
-from data_gen.chat import tokenizer_digests
+from data_gen.chat import check_template_kwargs, tokenizer_digests
 from data_gen.engines import Completion, Engine, SamplingParams, build_engine
 from data_gen.prompts import Prompt, prompts_digest
 from data_gen.shards import Manifest, Row, ShardWriter
 from specvocab_model.config import Config, ConfigError
 from specvocab_model.target import load_spec_and_tokenizer
+
+MIN_SHARDS = 64  # where there are prompts enough: a rank without a shard has nothing to do
+SMALLEST_SHARD = 64  # prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +42,14 @@ class StageRunner:
     def __init__(self, config: Config, state: PartialState) -> None:
         """
         Raises:
-            ConfigError: the target is missing, not supported, or has fewer positions than the configuration asks for.
+            ConfigError: the target is missing, not supported, has fewer positions than the configuration asks for, or
+                a chat template without the configured variables.
         """
         self.config = config
         self.state = state
         self.spec, self.tokenizer = load_spec_and_tokenizer(config.target)
         self._tokenizer_digests = tokenizer_digests(self.tokenizer)
+        check_template_kwargs(self.tokenizer, config.target.chat_template_kwargs)
         longest = config.generation.max_prompt_tokens + config.generation.max_new_tokens
         if longest > self.spec.max_position_embeddings:
             raise ConfigError(
@@ -72,7 +77,7 @@ class StageRunner:
             target=self.config.target.model,
             settings=self._settings(stage),
             num_prompts=len(stage.prompts),
-            rows_per_shard=self.config.generation.rows_per_shard,
+            rows_per_shard=rows_per_shard(len(stage.prompts), at_most=self.config.generation.rows_per_shard),
             vocab_size=self.spec.vocab_size,
             stop_token_ids=stage.params.stop_token_ids,
         )
@@ -83,8 +88,13 @@ class StageRunner:
         missing = writer.missing_shards()
         # By the shard's own number: ranks that look at different moments see different shards missing.
         mine = [index for index in missing if index % self.state.num_processes == self.state.process_index]
-        seconds = self._fill(stage, writer, mine)
+        if mine:
+            _ = self.engine  # loaded outside the time that is measured
         self.state.wait_for_everyone()
+        start = time.monotonic()
+        self._fill(stage, writer, mine)
+        self.state.wait_for_everyone()
+        seconds = time.monotonic() - start  # of the slowest rank, as the tokens are those of all
         if self.state.is_main_process:
             manifest = writer.finalise()
             num_tokens = sum(manifest.shards[index].num_loss_tokens for index in missing)
@@ -94,17 +104,13 @@ class StageRunner:
         assert manifest is not None
         return manifest
 
-    def _fill(self, stage: Stage, writer: ShardWriter, mine: list[int]) -> float:
-        """Make this rank's missing shards; returns the seconds it took, without loading the target."""
-        if mine:
-            _ = self.engine
-        start = time.monotonic()
+    def _fill(self, stage: Stage, writer: ShardWriter, mine: list[int]) -> None:
+        """Make this rank's missing shards."""
         ranges = [stage.prompts[writer.prompt_range(index)] for index in mine]
         with tqdm(total=sum(map(len, ranges)), desc=stage.name, unit=" prompts", smoothing=0.05,
                   disable=not self.state.is_main_process) as progress:
             for index, prompts in zip(mine, ranges, strict=True):
                 writer.write(index, self._rows(stage, prompts, index, progress))
-        return time.monotonic() - start
 
     def _rows(self, stage: Stage, prompts: list[Prompt], shard: int, progress: tqdm) -> list[Row]:
         """The rows of one shard in prompt order; prompts of more than ``max_prompt_tokens`` have none."""
@@ -138,6 +144,7 @@ class StageRunner:
         return {
             "target": {"fingerprint": self.spec.fingerprint, "dtype": self.config.target.dtype},
             "tokenizer": self._tokenizer_digests,
+            "chat_template_kwargs": self.config.target.chat_template_kwargs,
             "engine": generation.engine,
             "sampling": asdict(stage.params),
             "seed": self.config.seed if stage.params.temperature > 0 else None,  # greedy answers have no seed
@@ -146,8 +153,16 @@ class StageRunner:
                 "count": len(stage.prompts),
                 "max_tokens": generation.max_prompt_tokens,
             },
-            "rows_per_shard": generation.rows_per_shard,
+            "rows_per_shard": rows_per_shard(len(stage.prompts), at_most=generation.rows_per_shard),
         }
+
+
+def rows_per_shard(num_prompts: int, *, at_most: int) -> int:
+    """Prompts of one shard: few enough for every rank to get shards, and never below a batch or two.
+
+    Depends on the number of prompts, not of ranks, which must not decide what is in a file.
+    """
+    return min(at_most, max(-(-num_prompts // MIN_SHARDS), SMALLEST_SHARD))
 
 
 def _encode(stage: Stage, prompt: Prompt) -> list[int]:

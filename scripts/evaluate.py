@@ -13,14 +13,15 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_gen.chat import encode_prompt
-from data_gen.prompts import Prompt, load_prompts
+from data_gen.prompts import Prompt, load_prompts, question
+from data_gen.shards import MANIFEST_FILE, load_rows
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError, HeadConfig
 from specvocab_model.decode import place_draft
@@ -42,13 +43,14 @@ def run(config: Config) -> dict[str, Any]:
     """Evaluate the checkpoint of ``config`` and record the result; returns what ``evaluation.json`` holds.
 
     Raises:
-        ConfigError: checkpoint, prompts or target are missing or do not belong together.
+        ConfigError: checkpoint, prompts or target are missing or do not belong together, or prompts were trained on.
     """
     folder = Path(config.output_dir, "export")
     if not (folder / "config.json").is_file():
         command = shlex.join(["python", "scripts/export.py", *sys.argv[1:]])
         raise ConfigError(f"{folder} holds no exported draft; make it with: {command}")
     prompts = load_prompts(config.eval.prompts, config.eval.num_prompts)
+    check_held_out(prompts, config)
     model = SpecVocabDraft.from_pretrained(folder, target_spec=load_spec(config.target))
     target = Target.load(
         config.target,
@@ -59,7 +61,7 @@ def run(config: Config) -> dict[str, Any]:
     evaluation = evaluate(
         target,
         make_variants(target, model, config.seed),
-        [as_tokens(target, prompt) for prompt in prompts],
+        [as_tokens(target, prompt, config.target.chat_template_kwargs) for prompt in prompts],
         max_new_tokens=config.eval.max_new_tokens,
         num_draft_tokens=config.eval.num_draft_tokens,
         temperature=config.eval.temperature,
@@ -83,6 +85,24 @@ def run(config: Config) -> dict[str, Any]:
     return result
 
 
+def check_held_out(prompts: Sequence[Prompt], config: Config) -> None:
+    """Compare with the conversations of the training data, where they are on this machine.
+
+    Raises:
+        ConfigError: a prompt is one that the draft was trained on.
+    """
+    train_path = config.data.train_path
+    if not Path(train_path, MANIFEST_FILE).is_file():
+        print(f"data.train_path={train_path} is not here: not checked that the prompts were not trained on")
+        return
+    trained_on = {question(json.loads(messages)) for messages in load_rows(train_path)["messages"] if messages}
+    known = [prompt.id for prompt in prompts if question(prompt.messages) in trained_on]
+    if known:
+        raise ConfigError(f"{len(known)} of {len(prompts)} prompts of eval.prompts={config.eval.prompts!r} are in the "
+                          f"training data {train_path} (first: {known[0]!r}); a fair measure needs others. Data that "
+                          "are generated with these eval.prompts leave them out")
+
+
 def make_variants(target: Target, model: SpecVocabDraft, seed: int) -> dict[str, Variant]:
     """What is compared: the draft with each head that it has, and the same layer as it was before training."""
     torch.manual_seed(seed)
@@ -97,11 +117,11 @@ def make_variants(target: Target, model: SpecVocabDraft, seed: int) -> dict[str,
     return variants
 
 
-def as_tokens(target: Target, prompt: Prompt) -> EvalPrompt:
+def as_tokens(target: Target, prompt: Prompt, template_kwargs: Mapping[str, Any]) -> EvalPrompt:
     """Raises ConfigError if the target's chat template refuses the conversation."""
 
     def encode_turn(answers: Sequence[str]) -> list[int]:
-        return encode_prompt(target.tokenizer, prompt.conversation(answers))
+        return encode_prompt(target.tokenizer, prompt.conversation(answers), template_kwargs)
 
     try:
         encode_turn([""] * (prompt.num_turns - 1))  # before the first is decoded

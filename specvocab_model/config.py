@@ -57,13 +57,13 @@ class TargetConfig:
     revision: str | None = None
     dtype: str = "bfloat16"
     attn_implementation: str = "sdpa"
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. {enable_thinking: false}
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the template: enable_thinking
 
     def __post_init__(self) -> None:
         _one_of("target.dtype", self.dtype, DTYPES)
         if reserved := sorted({"messages", "add_generation_prompt"} & self.chat_template_kwargs.keys()):
-            raise ConfigError(f"target.chat_template_kwargs holds {', '.join(reserved)}, which this program sets itself; "
-                              "remove it")
+            raise ConfigError(f"target.chat_template_kwargs holds {', '.join(reserved)}, which is set for every "
+                              "conversation; remove it")
 
 
 @dataclass(kw_only=True, slots=True)

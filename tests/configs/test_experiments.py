@@ -86,7 +86,9 @@ def test_interpolation_follows_the_run_name():
     assert config.data.train_path == "data/quickstart/train"  # a second run trains on the same data
 
 
-def test_quickstart_prompt_files_exist():
-    config = parse("+experiment=quickstart")
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_prompt_files_are_shipped(experiment):
+    config = parse(f"+experiment={experiment}")
+    assert config.generation.prompt_files or config.generation.magpie_prompts
     for name in (*config.generation.prompt_files, config.eval.prompts):
         assert (REPOSITORY / name).is_file()

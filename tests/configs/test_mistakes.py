@@ -38,6 +38,7 @@ MISTAKES = {
     "greedy with top-p": ([HERE, "generation.top_p=0.9"], "generation.temperature=0 is greedy"),
     "top-p of nothing": ([HERE, "generation.top_p=0", "generation.temperature=1"], "top_p=0 leaves no token"),
     "greedy magpie": ([HERE, "generation.magpie_temperature=0"], "would invent the same prompt every time"),
+    "a variable of every template": ([HERE, "+target.chat_template_kwargs.messages=1"], "holds messages, which is"),
     "validation is training": ([HERE, "data.validation_path=${data.train_path}"], "is also data.train_path"),
     "broken interpolation": ([HERE, "optim.lr=${sed}"], "Interpolation key 'sed' not found (at optim.lr)"),
     "interpolation of the wrong type": ([HERE, "optim.lr=${run_name}"], "(at optim.lr)"),

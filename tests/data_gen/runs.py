@@ -44,6 +44,7 @@ def overrides(root: Path, name: str, *changes: str) -> list[str]:
         "data.train_path": root / name / FOLDERS[1],
         "data.validation_path": root / name / FOLDERS[2],
         "generation.prompt_files": f"[{root / 'prompts.jsonl'}]",
+        "eval.prompts": REPOSITORY / "data_gen" / "quickstart_eval_prompts.jsonl",
         "generation.magpie_prompts": 12,
         "generation.magpie_max_new_tokens": 40,
         "generation.max_prompt_tokens": 200,

@@ -4,6 +4,7 @@ import pytest
 from tokenizers import processors
 
 from data_gen.chat import encode_prompt, tokenizer_digests, user_turn
+from specvocab_model.config import ConfigError
 from tests.tiny import CHAT_TEMPLATE, ENDOFTEXT_ID, IM_END_ID, IM_START_ID, tiny_tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -26,6 +27,38 @@ def tokenizer_with(chat_template):
         single=f"{BOS} $A", special_tokens=[(BOS, ENDOFTEXT_ID)]
     )
     return tokenizer
+
+
+# What the shipped targets' templates make of a user's message, in our own words.
+QWEN3 = CHAT_TEMPLATE + (
+    "{% if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}"
+    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+)
+SMOLLM2 = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{% endif %}"
+    + CHAT_TEMPLATE
+)
+LLAMA31 = (
+    "{{ bos_token + '<|start_header_id|>system<|end_header_id|>\\n\\nToday: 26 Jul 2024\\n\\n<|eot_id|>' }}"
+    "{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' }}"
+    "{{ m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+OLMO2 = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] }}"
+    "{{ eos_token if m['role'] == 'assistant' }}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+SHIPPED = {  # template, special tokens that the tiny tokenizer lacks, header, end, whether that is a special token
+    "qwen3": (QWEN3, [], "<|im_start|>user\n", "<|im_end|>", True),
+    "smollm2": (SMOLLM2, [], "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\n", "<|im_end|>", True),
+    "llama31": (
+        LLAMA31, ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        f"{BOS}<|start_header_id|>system<|end_header_id|>\n\nToday: 26 Jul 2024\n\n<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>", True,
+    ),
+    "olmo2": (OLMO2, [], f"{BOS}<|user|>\n", "<|assistant|>", False),
+}
 
 
 def ids_of(text: str) -> list[int]:
@@ -62,15 +95,58 @@ def test_a_conversation_that_the_template_refuses_is_an_error():
 )
 def test_the_header_of_a_user_turn(template, header):
     turn = user_turn(tokenizer_with(template))
-    assert (turn.header_ids, turn.end_token_id) == (header, IM_END_ID)
+    assert (turn.header_ids, turn.end_token_id, turn.end_text) == (header, IM_END_ID, "<|im_end|>")
+    assert turn.stop_token_ids((7, IM_END_ID)) == (IM_END_ID, 7)
+
+
+@pytest.mark.parametrize(("template", "special_tokens", "header", "end", "is_special"), SHIPPED.values(), ids=SHIPPED)
+def test_the_user_turn_of_every_shipped_template(template, special_tokens, header, end, is_special):
+    tokenizer = tokenizer_with(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": special_tokens})
+    turn = user_turn(tokenizer)
+    assert turn.header_ids == tokenizer(header, add_special_tokens=False)["input_ids"]
+    assert turn.end_text == end
+    assert turn.end_token_id == (tokenizer.convert_tokens_to_ids(end) if is_special else None)
+
+    asked = encode_prompt(tokenizer, USER)  # what a model writes that goes on as the template does
+    assert asked[: len(turn.header_ids)] == turn.header_ids
+    continuation = asked[len(turn.header_ids) :]
+    stops = [place for place, token in enumerate(continuation) if token in turn.stop_token_ids((7,))]
+    assert bool(stops) == is_special
+    continuation, finish_reason = (continuation[: stops[0] + 1], "stop") if stops else (continuation, "length")
+    text = tokenizer.decode(continuation, skip_special_tokens=True)
+    assert turn.words(text, finish_reason) == "Hi"
+    assert turn.words("Hi, how", "length") is None
+    assert turn.words("Hi\n", "stop") == "Hi"  # by another EOS
+
+
+def test_a_special_token_on_the_line_after_the_words_ends_the_turn():
+    turn = user_turn(tokenizer_with("{{ messages[0]['content'] + '\\n<|im_start|>' }}"))
+    assert (turn.end_token_id, turn.end_text) == (IM_START_ID, "<|im_start|>")
+
+
+def test_variables_of_the_template():
+    tokenizer = tokenizer_with(QWEN3)
+    thinking = encode_prompt(tokenizer, USER)
+    assert encode_prompt(tokenizer, USER, {"enable_thinking": True}) == thinking
+    assert encode_prompt(tokenizer, USER, {"enable_thinking": False}) == [
+        *thinking, *ids_of("<think>\n\n</think>\n\n")]
+    header = "{{ '[' + mood + ']' if mood }}" + CHAT_TEMPLATE
+    assert user_turn(tokenizer_with(header), {"mood": "x"}).header_ids[:3] == ids_of("[x]")
+
+
+@pytest.mark.parametrize("template", [QWEN3, None])
+def test_a_variable_that_the_template_does_not_have_is_refused(template):
+    with pytest.raises(ConfigError, match=r"sets 'thinking', which the target's chat template never reads"):
+        encode_prompt(tokenizer_with(template), USER, {"thinking": False})
 
 
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
         (None, "needs a chat template"),
-        (LLAMA2, r"ends a user turn with ' \[/INST\]', not with a special token"),
-        ("{{ messages[0]['content'] }}", "ends a user turn with ''"),
+        ("{{ messages[0]['content'] + '\\n' }}", r"ends a user turn with '\\n': nothing tells where the answer"),
+        ("{{ raise_exception('no user') }}", r"refuses roles \['user'\]: no user"),
         (CHAT_TEMPLATE + CHAT_TEMPLATE, "shows a user's words 2 times"),
         ("{{ messages[0]['content'] | upper }}", "shows a user's words 0 times"),
     ],

@@ -10,13 +10,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from accelerate import PartialState
 
 import data_gen.stage
 from data_gen.chat import encode_prompt, user_turn
 from data_gen.engines import SamplingParams, TransformersEngine
 from data_gen.magpie import invented_prompts
+from data_gen.main import collect_prompts
 from data_gen.prompts import load_prompts
 from data_gen.shards import load_rows, read_manifest
+from data_gen.stage import StageRunner, rows_per_shard
 from specvocab_model.config import ConfigError
 from specvocab_model.target import Target
 from tests.data_gen.runs import (
@@ -25,12 +28,13 @@ from tests.data_gen.runs import (
     MAIN,
     NUM_PROMPTS,
     TOO_LONG,
+    config_of,
     contents,
     overrides,
     run_here,
     write_inputs,
 )
-from tests.tiny import EOS_IDS, tiny_target_config, tiny_tokenizer
+from tests.tiny import CHAT_TEMPLATE, EOS_IDS, tiny_target_config, tiny_tokenizer
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -51,9 +55,14 @@ def rows_of(folder: Path) -> list[dict]:
     return [row | {"messages": json.loads(row["messages"])} for row in load_rows(folder).to_list()]
 
 
+def invented_in(run: Path):
+    tokenizer = tiny_tokenizer()
+    return invented_prompts(load_rows(run / FOLDERS[0]), user_turn(tokenizer), tokenizer)
+
+
 def test_every_prompt_is_answered_once_and_split(root, whole):
     train, validation = (rows_of(root / "whole" / name) for name in FOLDERS[1:])
-    invented, dropped = invented_prompts(load_rows(root / "whole" / FOLDERS[0]))
+    invented, dropped = invented_in(root / "whole")
     assert invented and dropped["unfinished"]
     asked = [prompt.id for prompt in [*load_prompts(root / "prompts.jsonl"), *invented] if prompt.id != TOO_LONG]
     assert sorted(row["id"] for row in train + validation) == sorted(asked)
@@ -65,7 +74,7 @@ def test_every_prompt_is_answered_once_and_split(root, whole):
 
 
 def test_invented_prompts_are_asked_as_they_were_written(root, whole):
-    invented, _ = invented_prompts(load_rows(root / "whole" / "data-magpie"))
+    invented, _ = invented_in(root / "whole")
     texts = {prompt.id: prompt.messages[0]["content"] for prompt in invented}
     rows = [row for name in FOLDERS[1:] for row in rows_of(root / "whole" / name) if row["source"] == "magpie"]
     assert {row["id"]: row["messages"][0]["content"] for row in rows} == texts
@@ -73,6 +82,45 @@ def test_invented_prompts_are_asked_as_they_were_written(root, whole):
     for row in rows_of(root / "whole" / "data-magpie"):
         assert row["input_ids"][: len(header)] == header
         assert row["loss_mask"] == [0] * len(header) + [1] * (len(row["input_ids"]) - len(header))
+
+
+def test_invented_prompts_end_where_the_template_names_the_next_speaker():
+    """Hand-made rows of a target whose template ends a user's turn with ordinary text."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("<|im_end|>", "").replace("<|im_start|>assistant", "[Assistant]")
+    said = [("Why is it so?\n[Assistant]\nBecause", "length"), ("Why is it so, and", "length"), ("How far?", "stop"),
+            ("Hm\n[Assistant]\nA long answer", "length"), ("\n[Assistant]\nHello to you", "length")]
+    rows = [{"id": str(number), "messages": json.dumps([{"role": "user", "content": text}]), "finish_reason": reason}
+            for number, (text, reason) in enumerate(said)]
+    prompts, dropped = invented_prompts(rows, user_turn(tokenizer), tokenizer)
+    assert [prompt.messages[0]["content"] for prompt in prompts] == ["Why is it so?", "How far?"]
+    assert dropped == {"unfinished": 1, "too short": 2}
+
+
+def test_what_is_evaluated_is_not_generated(root, tmp_path, capsys):
+    """Whoever wrote it, and in whatever spelling; only the first turn of an evaluation prompt counts."""
+    records = [{"prompt": "count to   3. "}, {"turns": ["Count to one more than 1.", "Count to 0."]}]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    arguments = overrides(root, "held-out", "generation.magpie_prompts=0", f"eval.prompts={tmp_path / 'eval.jsonl'}")
+    (root / "more.jsonl").write_text(json.dumps({"id": "m", "messages": [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Count to 3."}]}))
+    arguments.append(f"generation.prompt_files=[{root}/prompts.jsonl,{root}/more.jsonl]")
+    prompts = collect_prompts(StageRunner(config_of(arguments), PartialState(cpu=True)))
+    assert {f"p-{number}" for number in range(NUM_PROMPTS)} - {prompt.id for prompt in prompts} == {"p-1", "p-7"}
+    assert "m" not in {prompt.id for prompt in prompts}
+    assert "2 held out for evaluation" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("num_prompts", "at_most", "expected"), [
+    (2000, 2048, 64),  # the validation prompts of an 8B experiment: 32 shards, not one
+    (98000, 2048, 1532),  # 64 shards
+    (10**6, 2048, 2048),
+    (15, 2048, 64),
+    (400, 64, 64),
+    (400, 4, 4),
+])
+def test_shards_are_small_enough_for_several_ranks(num_prompts, at_most, expected):
+    assert rows_per_shard(num_prompts, at_most=at_most) == expected
 
 
 def test_greedy_rows_are_prompt_ids_and_generated_ids(root):
@@ -121,6 +169,7 @@ def test_a_finished_run_is_recognised_without_loading_the_target(root, whole, mo
         ("generation.rows_per_shard=5", "rows_per_shard was 4 and is now 5"),
         ("seed=3", "seed was 0 and is now 3"),
         ("target.dtype=bfloat16", "target.dtype was 'float32' and is now 'bfloat16'"),
+        ("+target.chat_template_kwargs.message=x", "chat_template_kwargs.message was None and is now 'x'"),
         ("generation.validation_fraction=0.5", "prompts.count was"),
     ],
 )
@@ -137,6 +186,8 @@ def test_data_of_other_settings_is_never_mixed_in(root, whole, change, named):
         (["target.model=no/such-model"], r"no/such-model.*scripts/fetch_target\.py"),
         (["generation.prompt_files=[]", "generation.magpie_prompts=0"], "no prompts: give generation.prompt_files"),
         (["generation.prompt_files=[absent.jsonl]"], "there is no prompt file 'absent.jsonl'"),
+        (["eval.prompts=absent.jsonl"], "there is no prompt file 'absent.jsonl'"),
+        (["+target.chat_template_kwargs.thinkng=false"], "sets 'thinkng', which the target's chat template never"),
         (["generation.max_new_tokens=400"], "= 600 exceeds the 512 positions"),
         (["generation.magpie_prompts=0", "generation.num_prompts=2"], "leaves . prompts for training"),
     ],
@@ -170,7 +221,8 @@ def test_killed_twice_and_continued_on_other_ranks_nothing_is_lost_or_doubled(ro
     killed_when(run / "data" / "shard-00002.parquet", [*TORCHRUN, *arguments])
     assert (run / "data-magpie" / "manifest.json").exists() and not (run / "data" / "manifest.json").exists()
     run_here(overrides(root, "killed"))
-    assert contents(run) == whole
+    # What a rank was writing when it was killed stays for an hour, under a temporary name.
+    assert {name: content for name, content in contents(run).items() if not name.endswith(".tmp")} == whole
 
 
 def test_two_ranks_give_the_rows_of_one(root, whole):

@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from data_gen.prompts import Prompt, load_prompts, prompts_digest, split_prompts, unique_prompts
+from data_gen.prompts import (
+    Prompt,
+    hold_out,
+    load_prompts,
+    prompts_digest,
+    question,
+    split_prompts,
+    unique_prompts,
+)
 from specvocab_model.config import ConfigError
 
 USER = {"role": "user", "content": "Hello?"}
@@ -105,6 +113,20 @@ def test_duplicates_are_dropped_and_counted():
     prompts = [prompt("a", "1"), prompt("b", "2"), prompt("a", "3"), prompt("a", "1")]
     kept, num_dropped = unique_prompts(prompts)
     assert ([p.id for p in kept], num_dropped) == (["1", "2"], 2)
+
+
+def test_a_question_is_what_the_user_says():
+    assistant = {"role": "assistant", "content": "Yes."}
+    system, more = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sure?"}
+    asked = question([system, USER, assistant, more])
+    assert asked == question([{"role": "user", "content": " HELLO? "}, {"role": "user", "content": "sure?\n"}])
+    assert question([USER]) != asked
+
+
+def test_held_out_prompts_are_dropped_and_counted():
+    prompts = [prompt("a", "1"), prompt("b", "2"), prompt("A ", "3")]
+    kept, num_dropped = hold_out(prompts, [prompt("a", "x"), prompt("c", "y")])
+    assert ([p.id for p in kept], num_dropped) == (["2"], 2)
 
 
 def test_one_id_for_two_prompts_is_refused():

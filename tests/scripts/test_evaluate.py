@@ -12,11 +12,13 @@ from types import ModuleType
 
 import pytest
 
+from data_gen.prompts import load_prompts
+from data_gen.shards import Row, ShardWriter
 from specvocab_model.config import Config, ConfigError, DataConfig, EvalConfig, HeadConfig, TargetConfig
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import Provenance, save_checkpoint
 from specvocab_model.target import load_spec
-from tests.tiny import tiny_target_folder
+from tests.tiny import tiny_target, tiny_target_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SPEC_BENCH = [
@@ -124,3 +126,35 @@ def test_a_missing_checkpoint_names_the_command_that_makes_it(
     expected = "make it with: python scripts/export.py +experiment=qwen3_8b 'run_name=a b'"
     with pytest.raises(ConfigError, match=re.escape(expected)):
         script.run(config)
+
+
+@pytest.mark.parametrize("asked", ["Sort  a LIST.", "Sort a vector."])
+def test_prompts_that_were_trained_on_are_refused(script: ModuleType, config: Config, tmp_path: Path, asked: str):
+    row = Row(id="r", source="s", input_ids=[1, 2], loss_mask=[0, 1], finish_reason="length", messages=[
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": asked},
+        {"role": "assistant", "content": "Rewrite it."}])
+    writer = ShardWriter(tmp_path / "train", target="t", settings={}, num_prompts=1, rows_per_shard=1, vocab_size=9,
+                         stop_token_ids=[])
+    writer.open()
+    writer.write(0, [row])
+    writer.finalise()
+    config.data.train_path = str(tmp_path / "train")
+    prompts = load_prompts(config.eval.prompts)
+    if asked == "Sort a vector.":
+        script.check_held_out(prompts, config)
+    else:
+        with pytest.raises(ConfigError, match=r"1 of 2 prompts .* are in the training data .* \(first: '161'\)"):
+            script.check_held_out(prompts, config)
+
+
+def test_it_is_said_that_absent_data_are_not_compared(script: ModuleType, config: Config, capsys):
+    script.check_held_out(load_prompts(config.eval.prompts), config)
+    assert capsys.readouterr().out.startswith("data.train_path=t is not here: not checked")
+
+
+def test_prompts_are_put_as_the_template_variables_say(script: ModuleType, config: Config, tmp_path: Path):
+    target = tiny_target("qwen3", tmp_path)
+    target.tokenizer.chat_template += "{% if quiet %}{{ 'psst' }}{% endif %}"
+    prompt = load_prompts(config.eval.prompts)[0]
+    plain, quiet = (script.as_tokens(target, prompt, kwargs).encode_turn([]) for kwargs in ({}, {"quiet": True}))
+    assert quiet == [*plain, *target.tokenizer("psst")["input_ids"]]
