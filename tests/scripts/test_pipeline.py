@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from scripts.pipeline import Record, Stage, command, exclusive, plan, run
+from scripts.pipeline import Record, Stage, command, exclusive, main, needs_fetch, plan, run
 from specvocab_model.config import CONFIG_DIR, Config, ConfigError, parse_config, register_schemas
 
 REPOSITORY = Path(CONFIG_DIR).parent
@@ -42,7 +42,7 @@ def write(stage: Stage, program: str) -> None:
     ("data.seq_len=7", "train"),
     ("head.num_candidates=7", "train"),
     ("optim.lr=7", "train"),
-    ("draft.num_unroll_steps=2", "train"),
+    ("draft.num_unroll_steps=5", "train"),
     ("distributed=zero2", "train"),
     ("eval.max_new_tokens=7", "evaluate"),
     ("tracking=wandb", None),
@@ -70,6 +70,32 @@ def test_missing_prompt_file_is_named(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     with pytest.raises(ConfigError, match=r"eval\.prompts: there is no file 'nowhere\.jsonl'"):
         plan(quickstart("eval.prompts=nowhere.jsonl"))
+
+
+@pytest.mark.parametrize(("overrides", "expected"), [
+    ([], True),
+    (["target.model=owner/name"], True),
+    (["target.revision=abc"], False),
+    (["target.gguf_file=a.gguf"], False),
+    (["target.model={folder}"], False),
+    (["target.model={folder}/absent"], True),  # fetching says that it is nowhere
+])
+def test_a_target_is_fetched_where_a_hub_id_names_it(overrides, expected, tmp_path):
+    config = quickstart(*(override.format(folder=tmp_path) for override in overrides))
+    assert needs_fetch(config.target) == expected
+
+
+def test_a_target_that_cannot_be_fetched_stops_the_pipeline_before_its_stages(monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(sys, "argv", ["pipeline", "+experiment=quickstart", f"output_dir={tmp_path}/run",
+                                      "target.model=owner/unknown"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 1
+    out, err = capfd.readouterr()
+    assert err.startswith("error: target.model='owner/unknown'") and err.count("\n") == 1
+    assert "[1/4]" not in out
 
 
 @pytest.mark.parametrize("override", ["head=full", "eval.temperature=1"])
@@ -114,17 +140,19 @@ def test_seconds_add_up_over_restarts_and_start_anew_with_other_settings(stage, 
     assert record.start(stage, "b") == 0
 
 
-@pytest.mark.parametrize(("program", "code"), [
-    ("import sys; sys.exit(2)", 2),
-    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL),
+@pytest.mark.parametrize(("program", "code", "message"), [
+    ("import sys; sys.exit(2)", 2, "train failed with exit code 2; its message is above"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL,
+     "train was killed by signal 9; the same command goes on from here"),
 ])
-def test_a_failed_stage_stops_the_pipeline_with_its_code(program, code, stage, tmp_path, capsys):
+def test_a_failed_stage_stops_the_pipeline_with_its_code(program, code, message, stage, tmp_path, capsys):
+    """Going on is promised only to a stage that was stopped from outside: one that refused would refuse again."""
     write(stage, program)
     record = Record(tmp_path / "record.json")
     with pytest.raises(SystemExit) as stop:
         run(stage, "a", quickstart(), record, os.open(tmp_path, os.O_RDONLY))
     assert stop.value.code == code
-    assert "train failed with exit code" in capsys.readouterr().err
+    assert capsys.readouterr().err == message + "\n"
     assert not record.is_finished(stage, "a")
 
 
