@@ -27,21 +27,29 @@ def nothing_is_loaded(monkeypatch):
     monkeypatch.setattr(build.Target, "load", lambda *args, **kwargs: pytest.fail("the target was loaded"))
 
 
-def test_everything_that_is_missing_is_named_at_once_with_the_command_that_makes_it(
+def test_all_data_that_are_missing_are_named_at_once_before_the_target_is_looked_for(
     root, monkeypatch, capsys, nothing_is_loaded
 ):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(command, "load_spec", lambda *args: pytest.fail("the target may be downloaded now"))
     arguments = overrides(root, "missing", "target.model=nobody/no-such-model", f"data.train_path={root}/absent train",
                           f"data.validation_path={root}/absent")
     assert run_command(monkeypatch, arguments) == 2
     message = capsys.readouterr().err
     assert message.count("error:") == 1
-    assert "nobody/no-such-model" in message and "fetch_target.py" in message
     for path in (root / "absent train", root / "absent"):
         assert f"{path} has no data" in message
     assert "`python data_gen/main.py run_name=missing " in message
     assert f"'data.train_path={root}/absent train'" in message  # quoted for the shell
     assert not list((root / "missing").iterdir())
+
+
+def test_a_target_that_is_missing_is_named_with_the_command_that_brings_it(
+    root, monkeypatch, capsys, nothing_is_loaded
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run_command(monkeypatch, overrides(root, "no-target", "target.model=nobody/no-such-model")) == 2
+    message = capsys.readouterr().err
+    assert "nobody/no-such-model" in message and "fetch_target.py" in message and message.count("\n") == 1
 
 
 def test_a_draft_that_does_not_fit_the_target_is_refused(root, monkeypatch, capsys, nothing_is_loaded):
