@@ -46,6 +46,9 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": torch.cuda.is_available()}
     if stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True  # gathers in the parameters' own type: fp32
+        if not torch.cuda.is_available():
+            # A CPU run rehearses one on GPUs, on a smaller model: partition its matrices too, whatever their size.
+            zero["stage3_param_persistence_threshold"] = 0
     return {
         "zero_optimization": zero,
         "gradient_accumulation_steps": 1,  # train/optim.py sets the boundary and weighs the micro-batches

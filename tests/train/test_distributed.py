@@ -12,7 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.train.runs import final_weights, largest_difference, logged, overrides
+from scripts.export import export
+from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.target import load_spec
+from tests.train.runs import config_of, final_weights, largest_difference, logged, overrides
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUMBERS = ("train/objective", "optim/grad_norm", "optim/lr", "train/loss", "train/simulated_tau/candidates")
@@ -74,6 +77,10 @@ def test_two_zero2_ranks_that_die_and_resume_train_as_one(root, reference):
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert "step 4/" not in resumed.stdout and resumed.stdout.count("step 5/") == 1
     assert_same_training(root, "zero2", reference)
+
+    config = config_of(arguments)
+    exported = SpecVocabDraft.from_pretrained(export(config), target_spec=load_spec(config.target))
+    assert largest_difference(exported.state_dict(), final_weights(root, "zero2")) == 0.0
 
 
 @needs_compiler

@@ -48,6 +48,11 @@ def test_agreement_and_silence_are_accepted(strategy, environ):
     check_launch(config(strategy), environ)
 
 
+def test_zero3_on_a_cpu_partitions_small_matrices_too(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert deepspeed_config(config("zero3"))["zero_optimization"]["stage3_param_persistence_threshold"] == 0
+
+
 def test_deepspeed_leaves_weighting_to_the_loop():
     settings = deepspeed_config(config("zero3"))
     assert settings["gradient_accumulation_steps"] == 1 and settings["gradient_clipping"] == 0.5

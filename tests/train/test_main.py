@@ -52,9 +52,16 @@ def test_a_target_that_is_missing_is_named_with_the_command_that_brings_it(
     assert "nobody/no-such-model" in message and "fetch_target.py" in message and message.count("\n") == 1
 
 
-def test_a_draft_that_does_not_fit_the_target_is_refused(root, monkeypatch, capsys, nothing_is_loaded):
-    assert run_command(monkeypatch, overrides(root, "misfit", "draft.feature_layers=[2,4,99]")) == 2
-    assert "draft.feature_layers=[2, 4, 99] must be below the target's 8 layers" in capsys.readouterr().err
+@pytest.mark.parametrize(("change", "message"), [
+    ("draft.feature_layers=[2,4,99]", "draft.feature_layers=[2, 4, 99] must be below the target's 8 layers"),
+    ("draft.num_key_value_heads=3", "draft.num_attention_heads=4 must be a multiple of draft.num_key_value_heads=3"),
+    ("head.rank=99", "rank=99 must lie between 1 and hidden_size=48; change head.rank"),
+])
+def test_a_draft_that_does_not_fit_the_target_is_refused(
+    root, monkeypatch, capsys, nothing_is_loaded, change, message
+):
+    assert run_command(monkeypatch, overrides(root, "misfit", change)) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_data_of_another_target_are_refused(root, tmp_path, monkeypatch, capsys, nothing_is_loaded):
