@@ -22,7 +22,6 @@ class AcceptanceSums:
     aux_loss: Tensor
     entropy: Tensor  # the teacher's
     acceptance: Tensor  # sum over the vocabulary of min(p, q)
-    correct: Tensor  # draft argmax == target argmax
     target_recall: Tensor  # target argmax among the candidates
     draft_recall: Tensor  # draft argmax (full head) among the candidates
     reached: Tensor  # valid positions whose earlier steps were all right
@@ -35,9 +34,8 @@ class AcceptanceSums:
 
     def stack(self) -> Tensor:
         """[fields, S] fp64: one tensor to reduce over ranks."""
-        return torch.stack([self.count, self.loss, self.aux_loss, self.entropy, self.acceptance, self.correct,
-                            self.target_recall, self.draft_recall, self.reached, self.survived,
-                            self.survived_candidates])
+        return torch.stack([self.count, self.loss, self.aux_loss, self.entropy, self.acceptance, self.target_recall,
+                            self.draft_recall, self.reached, self.survived, self.survived_candidates])
 
     @classmethod
     def unstack(cls, stacked: Tensor) -> AcceptanceSums:
