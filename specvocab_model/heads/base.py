@@ -25,16 +25,6 @@ class HeadOutput:
         columns = self.logits.argmax(-1, keepdim=True)
         return (columns if self.ids is None else self.ids.gather(-1, columns)).squeeze(-1)
 
-    def probabilities(self, temperature: float = 1.0) -> Tensor:
-        """``softmax(logits / temperature)`` over the support, fp32 ``[N, k]``.
-
-        Raises:
-            ValueError: the temperature is not positive (use ``greedy_tokens`` for the limit 0).
-        """
-        if temperature <= 0:
-            raise ValueError(f"temperature={temperature} must be positive; use greedy_tokens for greedy drafts")
-        return (self.logits / temperature).softmax(-1)
-
     def dense_logits(self, vocab_size: int) -> Tensor:
         """Logits ``[N, V]`` over the whole vocabulary, −inf outside the support."""
         if self.ids is None:

@@ -8,7 +8,7 @@ step-0 keys, and every own key is a set of one, whose log-sum-exp is its score.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,13 +22,6 @@ class Spans:
     key_offsets: Tensor  # [documents + 1] int32, from 0 to N
     max_queries: int  # of one document
     max_keys: int
-
-    def to(self, device: torch.device) -> Spans:
-        """Asynchronously where the offsets are pinned."""
-        query_offsets, key_offsets = (
-            offsets.to(device, non_blocking=True) for offsets in (self.query_offsets, self.key_offsets)
-        )
-        return replace(self, query_offsets=query_offsets, key_offsets=key_offsets)
 
     def documents(self) -> Iterator[tuple[slice, slice]]:
         """Queries and keys of every document that has queries. Waits for the device."""
