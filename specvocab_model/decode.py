@@ -67,7 +67,8 @@ class Proposal:
 
 
 Observer = Callable[[Proposal, Tensor, int], None]
-"""Sees every verification: the proposal, the target's logits [n + 1, V] and the number of accepted drafts."""
+"""Sees every verification: the proposal, the target's logits [n + 1, V], and how many tokens it added to the text: the
+accepted drafts and the target's next one, or those up to an EOS."""
 
 
 def place_draft(model: SpecVocabDraft, target: Target) -> SpecVocabDraft:
@@ -108,13 +109,19 @@ def speculative_generate(
         observer: called after every verification of at least one draft.
 
     Raises:
-        ValueError: shapes or limits that make no sense, or a draft of another dtype or device than the target.
+        ValueError: shapes or limits that make no sense, or a draft of another dtype or device than the target, or one
+            that reads other feature layers than the target gives.
     """
     weight, expected = model.draft.fc.weight, target.lm_head_weight
     if (weight.dtype, weight.device) != (expected.dtype, expected.device):
         raise ValueError(
             f"the draft is {weight.dtype} on {weight.device}, the target {expected.dtype} on {expected.device}; "
             "move it with place_draft(model, target)"
+        )
+    if model.architecture.feature_layers != target.feature_layers:
+        raise ValueError(
+            f"the draft reads the feature layers {model.architecture.feature_layers}, the target gives "
+            f"{target.feature_layers}; load the target with feature_layers=model.architecture.feature_layers"
         )
     if num_draft_tokens < 0:
         raise ValueError(f"num_draft_tokens={num_draft_tokens} must not be negative")
@@ -229,10 +236,10 @@ def _decode(
         num_rejected = num_drafts - num_accepted
         if num_rejected:
             cache.crop(-num_rejected)
-        if observer is not None and num_drafts:
-            observer(proposal, logits, num_accepted)
-
         emitted = _up_to_eos(torch.cat([proposal.token_ids[:num_accepted], next_id]).tolist(), eos_token_ids)
+        if observer is not None and num_drafts:
+            observer(proposal, logits, len(emitted))
+
         new_tokens += emitted
         accepted_per_round.append(min(num_accepted, len(emitted)))
         proposals.append(num_drafts)

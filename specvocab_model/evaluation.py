@@ -100,9 +100,9 @@ class Measurement:
 class CandidateRecall:
     """Share of judged draft positions whose reference token is among the head's candidates.
 
-    Judged are the accepted drafts of a chain and the first rejected one: what follows a rejection continues a text that
-    does not exist. References: the target's argmax there (``target_top1``), and the argmax of the full head on the same
-    draft output (``draft_top1``).
+    Judged are the accepted drafts of a chain and the first rejected one: what follows a rejection, or an EOS, continues
+    a text that does not exist. References: the target's argmax there (``target_top1``), and the argmax of the full head
+    on the same draft output (``draft_top1``).
     """
 
     def __init__(self, head: Head, full_head: Head):
@@ -111,9 +111,9 @@ class CandidateRecall:
         self.target_ids: list[Tensor] = []
         self.num_positions = self.num_target_hits = self.num_draft_hits = 0
 
-    def observe(self, proposal: Proposal, target_logits: Tensor, num_accepted: int) -> None:
+    def observe(self, proposal: Proposal, target_logits: Tensor, num_emitted: int) -> None:
         """Remember one verification; cheap, because it happens inside the measured time."""
-        num_judged = min(num_accepted + 1, len(proposal.token_ids))
+        num_judged = min(num_emitted, len(proposal.token_ids))
         self.hidden.append(proposal.hidden[:num_judged])
         self.target_ids.append(target_logits[:num_judged].argmax(-1))
 

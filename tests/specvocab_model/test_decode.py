@@ -91,8 +91,8 @@ class Oracle:
             return HeadOutput(torch.tensor([others]), torch.tensor([[0.0, 1.0, -1.0]]))
         return HeadOutput(None, torch.nn.functional.one_hot(torch.tensor([token]), self.vocab_size).float())
 
-    def observe(self, proposal: Proposal, target_logits: Tensor, num_accepted: int) -> None:
-        self.start, self.step = self.start + num_accepted + 1, 0
+    def observe(self, proposal: Proposal, target_logits: Tensor, num_emitted: int) -> None:
+        self.start, self.step = self.start + num_emitted, 0
 
 
 def decode_with_oracle(
@@ -167,6 +167,26 @@ def test_stops_at_the_first_eos_inside_an_accepted_run(llama: Target, position: 
     assert sum(output.accepted_per_round) == min(first, 7)
 
 
+def test_the_observer_sees_what_entered_the_text(llama: Target):
+    input_ids = prompt(9, seed=3)
+    free = generate(llama, input_ids, 40, NO_EOS)
+    end = next(i for i, token in enumerate(free) if i > 10 and i % 5 and token not in free[:i])  # inside a chain
+    target, model = with_spec(llama, eos_token_ids=(free[end],)), untrained(llama)
+    oracle = Oracle(free, target.spec.vocab_size, misses={4, 5})
+    seen: list[int] = []
+
+    def observe(proposal: Proposal, target_logits: Tensor, num_emitted: int) -> None:
+        seen.append(num_emitted)
+        oracle.observe(proposal, target_logits, num_emitted)
+
+    output = speculative_generate(
+        target, model, oracle, input_ids, max_new_tokens=40, num_draft_tokens=NUM_DRAFTS, observer=observe
+    )
+    assert output.sequences == free[: end + 1]
+    assert seen[:2] == [4, 1]  # 1, 2, 3 and the target's 4; the target's 5
+    assert 1 + sum(seen) == len(output.sequences)
+
+
 def test_an_eos_as_the_last_allowed_token_is_a_stop(llama: Target):
     input_ids = prompt(9, seed=3)
     free = generate(llama, input_ids, 5, NO_EOS)
@@ -230,7 +250,7 @@ def test_every_draft_is_computed_as_if_from_scratch(kind: str, tmp_path: Path):
     oracle = Oracle(expected, target.spec.vocab_size, misses=MISSES)
     length, num_rounds = 1, 0
 
-    def compare(proposal: Proposal, target_logits: Tensor, num_accepted: int) -> None:
+    def compare(proposal: Proposal, target_logits: Tensor, num_emitted: int) -> None:
         nonlocal length, num_rounds
         text = torch.cat([input_ids, torch.tensor([expected[:length]])], dim=1)  # x[0..T]; features of x[0..T-1]
         last = text.shape[1] - 2
@@ -248,8 +268,8 @@ def test_every_draft_is_computed_as_if_from_scratch(kind: str, tmp_path: Path):
         logits = target.logits(target.forward(drafted).final_hidden[0, last + 1 :])
         torch.testing.assert_close(target_logits, logits, rtol=1e-4, atol=1e-4)
         num_rounds += 1
-        length += num_accepted + 1
-        oracle.observe(proposal, target_logits, num_accepted)
+        length += num_emitted
+        oracle.observe(proposal, target_logits, num_emitted)
 
     output = speculative_generate(
         target, model, oracle, input_ids, max_new_tokens=30, num_draft_tokens=NUM_DRAFTS, observer=compare
@@ -374,6 +394,9 @@ def test_what_makes_no_sense_is_refused(llama: Target):
         autoregressive_generate(llama, prompt(3), max_new_tokens=0)
     with pytest.raises(ValueError, match="num_draft_tokens=-1"):
         speculative_generate(llama, model, head, prompt(3), max_new_tokens=3, num_draft_tokens=-1)
+    other_layers = Target(llama.spec, llama.model, llama.tokenizer, feature_layers=(1, 3, 6))
+    with pytest.raises(ValueError, match=r"reads the feature layers \(2, 4, 5\), the target gives \(1, 3, 6\); load"):
+        speculative_generate(other_layers, model, head, prompt(3), max_new_tokens=3, num_draft_tokens=2)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     with pytest.raises(ValueError, match="place_draft"):

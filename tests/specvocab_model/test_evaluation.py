@@ -117,8 +117,8 @@ def test_recall_is_that_of_the_judged_positions(target: Target, variants: dict[s
     speculator = variants["speculative"].model.speculator
     target_hits, draft_hits = [], []
 
-    def observe(proposal: Proposal, target_logits: torch.Tensor, num_accepted: int) -> None:
-        for i in range(min(num_accepted + 1, len(proposal.token_ids))):
+    def observe(proposal: Proposal, target_logits: torch.Tensor, num_emitted: int) -> None:
+        for i in range(min(num_emitted, len(proposal.token_ids))):
             hidden = proposal.hidden[i]
             ranked = speculator(hidden).argsort(descending=True)[:60].tolist()
             target_hits.append(int(target_logits[i].argmax()) in ranked)
