@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -14,6 +15,8 @@ from specvocab_model.draft import DraftArchitecture
 from specvocab_model.target import TargetSpec, default_feature_layers
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+         "max_position_embeddings")
 
 
 def engine_config(architecture: DraftArchitecture, target_spec: TargetSpec, dtype: torch.dtype) -> dict[str, Any]:
@@ -113,11 +116,18 @@ def read_architecture(
         ConfigError: one line naming the key that this package cannot serve.
     """
     for key, wanted in {"architectures": [ARCHITECTURE], "num_hidden_layers": 1, "attention_bias": False,
-                        "mlp_bias": False, "norm_before_residual": False}.items():
+                        "mlp_bias": False, "hidden_act": "silu", "norm_before_residual": False}.items():
         if config.get(key, wanted) != wanted:
             raise ConfigError(f"{where} has {key}={config[key]!r}; only {wanted!r} can be loaded")
-    llama = LlamaConfig(**config)  # knows both spellings of RoPE and the defaults that older drafts leave out
-    assert isinstance(llama.rope_parameters, dict) and llama.num_key_value_heads and llama.head_dim
+    for key in SIZES:
+        if isinstance(size := config.get(key), int) and size < 1:
+            raise ConfigError(f"{where} has {key}={size}; it must be at least 1")
+    try:
+        llama = LlamaConfig(**config)  # knows both spellings of RoPE and the defaults that older drafts leave out
+    except StrictDataclassError as error:
+        raise ConfigError(f"{where} describes no Llama layer: {' '.join(str(error).split())}") from error
+    assert isinstance(llama.rope_parameters, dict)
+    assert llama.num_key_value_heads is not None and llama.head_dim is not None  # LlamaConfig fills them in
     draft_vocab_size = config.get("draft_vocab_size")
     if draft_vocab_size not in (None, llama.vocab_size):
         raise ConfigError(f"{where} has a reduced head (draft_vocab_size={draft_vocab_size}); only drafts with the "
@@ -139,8 +149,13 @@ def read_architecture(
 
 def _feature_layers(config: Mapping[str, Any], where: str, target_spec: TargetSpec | None) -> tuple[int, int, int]:
     key = "eagle_aux_hidden_state_layer_ids"
-    inputs = config.get(key)
-    outputs = config.get("eagle_config", {}).get(key)
+    nested = config.get("eagle_config") or {}  # null and absent mean the same
+    if not isinstance(nested, dict):
+        raise ConfigError(f"{where} has eagle_config={nested!r}; it must be an object or null")
+    inputs, outputs = config.get(key), nested.get(key)
+    for layers in (inputs, outputs):
+        if layers is not None and not (isinstance(layers, list) and [type(layer) for layer in layers] == [int] * 3):
+            raise ConfigError(f"{where} has {key}={layers!r}; a draft reads exactly three layers, given by number")
     if inputs is None and outputs is not None:
         inputs = [layer + 1 for layer in outputs]
     if inputs is None:
@@ -150,6 +165,4 @@ def _feature_layers(config: Mapping[str, Any], where: str, target_spec: TargetSp
     if outputs is not None and [layer + 1 for layer in outputs] != inputs:
         raise ConfigError(f"{where} contradicts itself: {key} is {inputs} (layers whose input is read), so "
                           f"eagle_config must have one less each (layers whose output is read), but has {outputs}")
-    if len(inputs) != 3:
-        raise ConfigError(f"{where} has {key}={inputs}; a draft reads exactly three layers")
     return inputs[0], inputs[1], inputs[2]

@@ -242,7 +242,10 @@ def _read_tensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, T
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path} is missing; give the whole folder of an exported draft")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # the base of decoding and JSON errors
+        raise ConfigError(f"{path} is not JSON ({error}); copy the whole exported folder again") from error
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -193,6 +193,14 @@ def test_another_target_is_refused(change, message, model, folder, tmp_path):
         ("config.json", {"num_hidden_layers": 2}, "num_hidden_layers=2"),
         ("config.json", {"norm_before_residual": True}, "norm_before_residual=True"),
         ("config.json", {"attention_bias": True}, "attention_bias=True"),
+        ("config.json", {"hidden_act": "gelu"}, "hidden_act='gelu'; only 'silu'"),
+        ("config.json", {"eagle_config": [1, 5, 8]}, "eagle_config=[1, 5, 8]; it must be an object or null"),
+        ("config.json", {"eagle_aux_hidden_state_layer_ids": "2,6,9"}, "layer_ids='2,6,9'"),
+        ("config.json", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, None, 8]}}, "layer_ids=[1, None, 8]"),
+        ("config.json", {"hidden_size": "48"}, "Field 'hidden_size' expected int"),
+        ("config.json", {"rope_parameters": "default"}, "Field 'rope_parameters'"),
+        ("config.json", {"head_dim": 19}, "`head_dim`=19"),
+        ("config.json", {"num_key_value_heads": 0}, "num_key_value_heads=0"),
         ("config.json", {"draft_vocab_size": 100}, "reduced head (draft_vocab_size=100)"),
         ("config.json", {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, "contradicts itself"),
         ("config.json", {"eagle_aux_hidden_state_layer_ids": [2, 6], "eagle_config": {}}, "exactly three layers"),
@@ -207,16 +215,22 @@ def test_parts_of_a_checkpoint_are_refused(folder):
     (folder / "specvocab.json").unlink()
     assert "a speculator but no specvocab.json" in error_of(lambda: load_checkpoint(folder))
     assert "config.json is missing" in error_of(lambda: load_checkpoint(folder / "nowhere"))
+    (folder / "config.json").write_text("{")
+    (folder / "vocabulary_speculator/model.safetensors").unlink()
+    (folder / "vocabulary_speculator/config.json").unlink()
+    (folder / "vocabulary_speculator").rmdir()
+    assert "config.json is not JSON" in error_of(lambda: load_checkpoint(folder))
 
 
-@pytest.mark.parametrize("layers", ["both", "vllm", "sglang", "neither"])
+@pytest.mark.parametrize("layers", ["both", "vllm", "vllm, null", "sglang", "neither"])
 def test_a_stock_eagle3_folder_loads_with_the_full_head(layers, tmp_path):
     model = make_model(type="full")
     folder = save_checkpoint(tmp_path / "export", model, SPEC, PROVENANCE, dtype=torch.float32)
     (folder / "specvocab.json").unlink()
-    keys = {"both": [], "vllm": ["eagle_config"], "sglang": ["eagle_aux_hidden_state_layer_ids"],
-            "neither": ["eagle_config", "eagle_aux_hidden_state_layer_ids"]}[layers]
-    edit_json(folder / "config.json", **dict.fromkeys(keys, KeyError), num_aux_hidden_states=KeyError)
+    top, nested = "eagle_aux_hidden_state_layer_ids", "eagle_config"
+    changes = {"both": {}, "vllm": {nested: KeyError}, "vllm, null": {nested: None}, "sglang": {top: KeyError},
+               "neither": {nested: KeyError, top: KeyError}}[layers]
+    edit_json(folder / "config.json", **changes, num_aux_hidden_states=KeyError)
     loaded = load_checkpoint(folder, SPEC)
     assert loaded.speculator is None and loaded.head_config.type == "full"
     assert loaded.architecture.feature_layers == (2, 6, 9)
