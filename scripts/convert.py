@@ -11,7 +11,8 @@ probable token, the target's and the full-vocabulary draft's, is among the candi
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -106,17 +107,15 @@ def write_text(target: Target, options: argparse.Namespace) -> list[Row]:
     """Have the target answer the prompts, greedily.
 
     Raises:
-        ConfigError: there is too little usable text.
+        ConfigError: the chat template refuses the prompts, or there is too little usable text.
     """
     engine = TransformersEngine(target, batch_tokens=BATCH_TOKENS)
-    try:
-        if options.prompts:
-            messages = [prompt.conversation() for prompt in load_prompts(Path(options.prompts), options.num_prompts)]
-        else:
-            messages = invent_prompts(engine, options)
+    if options.prompts:
+        messages = [prompt.conversation() for prompt in load_prompts(Path(options.prompts), options.num_prompts)]
+    else:
+        messages = invent_prompts(engine, options)
+    with refused_by_the_template(target):
         prompts = [encode_prompt(target.tokenizer, conversation) for conversation in messages]
-    except ValueError as error:  # from the chat template
-        raise ConfigError(f"cannot make prompts for {target.spec.name}: {error}") from error
     room = target.spec.max_position_embeddings - options.max_new_tokens
     prompts = [prompt for prompt in prompts if len(prompt) <= room]
     if len(prompts) < 2:
@@ -133,16 +132,26 @@ def write_text(target: Target, options: argparse.Namespace) -> list[Row]:
 def invent_prompts(engine: TransformersEngine, options: argparse.Namespace) -> list[list[dict[str, str]]]:
     """What the target itself would say as the user (Magpie, https://arxiv.org/abs/2406.08464)."""
     tokenizer = engine.target.tokenizer
-    turn = user_turn(tokenizer)
+    with refused_by_the_template(engine.target):
+        turn = user_turn(tokenizer)
     params = SamplingParams(
         max_new_tokens=options.max_new_tokens,
-        stop_token_ids=(turn.end_token_id, *engine.target.spec.eos_token_ids),
+        stop_token_ids=turn.stop_token_ids(engine.target.spec.eos_token_ids),
         temperature=1.0,
     )
-    turns = generate(engine, [turn.header_ids] * options.num_prompts, params, options.seed, "prompts")
-    finished = [turn.token_ids for turn in turns if turn.finish_reason == "stop"]
-    texts = tokenizer.batch_decode(finished, skip_special_tokens=True)
-    return [[{"role": "user", "content": text.strip()}] for text in texts if text.strip()]
+    completions = generate(engine, [turn.header_ids] * options.num_prompts, params, options.seed, "prompts")
+    texts = tokenizer.batch_decode([sampled.token_ids for sampled in completions], skip_special_tokens=True)
+    words = [turn.words(text, sampled.finish_reason) for text, sampled in zip(texts, completions, strict=True)]
+    return [[{"role": "user", "content": content}] for content in words if content]
+
+
+@contextmanager
+def refused_by_the_template(target: Target) -> Iterator[None]:
+    """What a chat template refuses is the user's to mend: a ValueError inside becomes a ConfigError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"cannot make prompts for {target.spec.name}: {error}") from error
 
 
 def generate(

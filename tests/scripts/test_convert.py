@@ -1,28 +1,18 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from specvocab_model.config import DraftConfig, HeadConfig
+from scripts import convert
+from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
 from specvocab_model.speculator import VocabSpeculator
 from specvocab_model.target import Target
 from tests.tiny import tiny_target
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "convert.py"
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("scripts_convert", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +41,16 @@ def arguments(draft, target, tmp_path) -> list[str]:
             "--prompts", str(tmp_path / "prompts.jsonl")]
 
 
-def run(script, arguments: list[str], **changes: str) -> None:
+def run(arguments: list[str], **changes: str) -> None:
     """``changes`` by option name without dashes."""
     arguments = list(arguments)
     for option, value in changes.items():
         arguments[arguments.index(f"--{option}") + 1] = value
-    script.main(arguments)
+    convert.main(arguments)
 
 
-def test_the_draft_stays_and_gains_a_calibrated_speculator(script, arguments, draft, target, tmp_path, capsys):
-    run(script, arguments)
+def test_the_draft_stays_and_gains_a_calibrated_speculator(arguments, draft, target, tmp_path, capsys):
+    run(arguments)
     before, after = load_checkpoint(draft), load_checkpoint(tmp_path / "converted", target.spec)
     torch.testing.assert_close(dict(after.draft.state_dict()), dict(before.draft.state_dict()), rtol=0, atol=0)
     assert after.architecture.feature_layers == (1, 3, 6)
@@ -78,20 +68,20 @@ def test_the_draft_stays_and_gains_a_calibrated_speculator(script, arguments, dr
     assert f"{recall['draft_top1']:.2%} of the full-vocabulary draft's" in printed
 
 
-def test_a_speculator_of_ours_is_replaced(script, arguments, target, tmp_path):
-    run(script, arguments)
+def test_a_speculator_of_ours_is_replaced(arguments, target, tmp_path):
+    run(arguments)
     arguments[0] = str(tmp_path / "converted")
-    run(script, arguments, rank="10", output=str(tmp_path / "again"))
+    run(arguments, rank="10", output=str(tmp_path / "again"))
     assert load_checkpoint(tmp_path / "again", target.spec).speculator.rank == 10
 
 
-def test_without_prompts_the_target_invents_them(script, arguments, target, tmp_path):
+def test_without_prompts_the_target_invents_them(arguments, target, tmp_path):
     arguments = arguments[:-2]
-    run(script, arguments, **{"num-prompts": "60", "max-new-tokens": "40"})
+    run(arguments, **{"num-prompts": "60", "max-new-tokens": "40"})
     assert load_checkpoint(tmp_path / "converted", target.spec).speculator is not None
 
 
-def test_recall_is_taken_where_the_draft_predicts_the_answer(script, draft, target):
+def test_recall_is_taken_where_the_draft_predicts_the_answer(draft, target):
     """The judged states against the training-time unroll, the counts against a loop."""
     model = load_checkpoint(draft)
     target = Target(target.spec, target.model, target.tokenizer, feature_layers=model.architecture.feature_layers)
@@ -106,12 +96,12 @@ def test_recall_is_taken_where_the_draft_predicts_the_answer(script, draft, targ
     with torch.no_grad():
         embeds = target.embed(input_ids)
         drafted = model.draft.unroll(features, embeds, positions, torch.zeros_like(positions), 1)[0, 0, 4:12]
-        hidden, target_ids = script.first_step(model, target, row)
+        hidden, target_ids = convert.first_step(model, target, row)
     torch.testing.assert_close(hidden, drafted)
     expected_ids = (hidden_states[-1][0, 5:13] @ target.lm_head_weight.T).argmax(-1).tolist()
     assert target_ids.tolist() == expected_ids
 
-    recall = script.measure_recall(model, target, [row, row])
+    recall = convert.measure_recall(model, target, [row, row])
     candidates = [set(scores.topk(60).indices.tolist()) for scores in model.speculator(drafted)]
     draft_ids = (drafted @ target.lm_head_weight.T).argmax(-1).tolist()
     hits = [sum(token in found for token, found in zip(ids, candidates, strict=True))
@@ -120,17 +110,41 @@ def test_recall_is_taken_where_the_draft_predicts_the_answer(script, draft, targ
     assert 0 < hits[0] < 8 or 0 < hits[1] < 8
 
 
-def test_the_target_gives_the_features_that_the_draft_reads(script, arguments, monkeypatch):
+def test_the_target_gives_the_features_that_the_draft_reads(arguments, monkeypatch):
     seen = []
-    measure_recall = script.measure_recall
+    measure_recall = convert.measure_recall
 
     def spy(model, target, rows):
         seen.append((target.feature_layers, len(rows)))
         return measure_recall(model, target, rows)
 
-    monkeypatch.setattr(script, "measure_recall", spy)
-    script.main(arguments)
+    monkeypatch.setattr(convert, "measure_recall", spy)
+    convert.main(arguments)
     assert seen == [((1, 3, 6), 3)]  # 3 of 12 answers are held out
+
+
+def test_what_the_chat_template_refuses_ends_in_one_line(arguments, tmp_path, capsys):
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    target = tiny_target("qwen3", tmp_path)
+    target.tokenizer.chat_template = template + target.tokenizer.chat_template
+    target.tokenizer.save_pretrained(target.spec.name)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": messages}))
+    with pytest.raises(SystemExit) as stopped:
+        run(arguments, target=target.spec.name)
+    assert stopped.value.code == 2
+    assert "no system message" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_bug_keeps_its_traceback(arguments, monkeypatch):
+    def broken(*_, **__):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(convert, "generate", broken)
+    for some in (arguments, arguments[:-2]):  # answers to prompts of a file, and invented prompts
+        with pytest.raises(ValueError, match="a bug") as caught:
+            run(some)
+        assert not isinstance(caught.value, ConfigError)
 
 
 @pytest.mark.parametrize(
@@ -143,17 +157,17 @@ def test_the_target_gives_the_features_that_the_draft_reads(script, arguments, m
         ({"prompts": "missing.jsonl"}, "missing.jsonl"),
     ],
 )
-def test_what_cannot_work_ends_in_one_line(changes, message, script, arguments, tmp_path, capsys):
+def test_what_cannot_work_ends_in_one_line(changes, message, arguments, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        run(script, arguments, **changes)
+        run(arguments, **changes)
     assert stopped.value.code == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and message in error
     assert not (tmp_path / "converted").exists()
 
 
-def test_a_draft_of_another_target_is_refused(script, arguments, tmp_path, capsys):
+def test_a_draft_of_another_target_is_refused(arguments, tmp_path, capsys):
     other = tiny_target("llama", tmp_path, vocab_size=290)
     with pytest.raises(SystemExit):
-        run(script, arguments, target=other.spec.name)
+        run(arguments, target=other.spec.name)
     assert "has vocab_size=277, but" in capsys.readouterr().err
