@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -35,12 +36,17 @@ OURS = (*PACKAGES, "scripts", "tests", "kernels")
 # ---- names ----
 
 
+def normalised(distribution: str) -> str:
+    """One spelling for ``PyYAML``, ``hydra_core`` and ``hydra-core>=1.3``."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", distribution).group()).lower()
+
+
 def dependencies(distribution: str) -> set[str]:
     """``distribution`` and every installed distribution that it needs, extras included, directly or not."""
     found: set[str] = set()
     waiting = [distribution]
     while waiting:
-        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        name = normalised(waiting.pop())
         if name in found:
             continue
         try:
@@ -48,7 +54,7 @@ def dependencies(distribution: str) -> set[str]:
         except metadata.PackageNotFoundError:  # for another platform, or of an extra that is not installed
             continue
         found.add(name)
-        waiting += [re.match(r"[\w.-]+", requirement).group() for requirement in requirements]
+        waiting += requirements
     return found
 
 
@@ -56,7 +62,7 @@ def dependency_modules() -> set[str]:
     """Top-level names that belong to the standard library or to our dependencies."""
     needed = dependencies("specvocab") - {"specvocab"}
     installed = metadata.packages_distributions().items()
-    names = {module for module, owners in installed if any(re.sub(r"[-_.]+", "-", o).lower() in needed for o in owners)}
+    names = {module for module, owners in installed if any(normalised(owner) in needed for owner in owners)}
     assert {"torch", "transformers", "datasets", "huggingface_hub"} <= names
     return names | set(sys.stdlib_module_names)
 
@@ -151,6 +157,21 @@ def forbidden_imports(package: str, source: str) -> list[str]:
         allowed = ("torch", "triton", *PACKAGES, *sys.stdlib_module_names)
         forbidden += [name for name in imported_names(source) if not is_within(name, allowed)]
     return forbidden
+
+
+@pytest.mark.parametrize(
+    ("folders", "extras"), [((*PACKAGES.values(), ROOT / "scripts"), ()), ((ROOT / "tests",), ("dev",))]
+)
+def test_what_is_imported_is_declared(folders: tuple[Path, ...], extras: tuple[str, ...]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {normalised(requirement) for requirement in project["dependencies"]}
+    declared |= {normalised(name) for extra in extras for name in project["optional-dependencies"][extra]}
+    sources = [file.read_text() for folder in folders for file in folder.rglob("*.py")]
+    modules = {name.split(".")[0] for source in sources for name in imported_names(source)}
+    modules -= {*sys.stdlib_module_names, *OURS}
+    owners = metadata.packages_distributions()
+    assert "torch" in modules
+    assert not {name for name in modules if not declared & {normalised(owner) for owner in owners.get(name, ())}}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
