@@ -205,7 +205,8 @@ def test_a_run_that_starts_from_nothing_removes_the_result_of_the_one_before(roo
 def test_what_does_not_touch_the_numbers_may_change(root):
     train(run_of(root, "renamed", "trainer.max_steps=1"))
     assert run_of(root, "renamed", "trainer.max_steps=1", "trainer.log_every=7", "data.num_workers=1",
-                  "tracking=tensorboard", "trainer.loss_memory_mib=512").state.step == 1
+                  "tracking=tensorboard", "trainer.loss_memory_mib=512",
+                  "+target.chat_template_kwargs.enable_thinking=false").state.step == 1
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_the_step_and_the_rows(root):
