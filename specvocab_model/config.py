@@ -171,6 +171,7 @@ class TrainerConfig:
     max_steps: int | None = None  # optimizer steps; wins over num_epochs
     micro_batch_size: int = 1  # packed rows per rank and forward pass
     gradient_accumulation_steps: int = 1
+    cache_target: bool = False  # keep the target's outputs in memory, 4 hidden states a token: it runs one epoch only
     mixed_precision: str = "bf16"
     loss: str = "forward_kl"
     aux_weight: float = 0.1  # weight of the speculator's loss

@@ -29,6 +29,7 @@ from train.launch import build_accelerator
 from train.metrics import FlopsModel, IntervalMeter, peak_flops
 from train.optim import Updater, build_optimizer
 from train.packing import Batch, PackedDataset, StepSampler, document_lengths, split_documents, step_loader
+from train.target_cache import TargetCache
 from train.tracking import Tracker
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Run:
     config: Config
     accelerator: Accelerator
     target: Target
+    target_cache: TargetCache | None
     model: nn.Module  # SpecVocabDraft, wrapped by DDP or DeepSpeed
     objective: Objective
     updater: Updater
@@ -68,8 +70,11 @@ class Run:
 
     def forward(self, batch: Batch, plan: UnrollPlan, step_weights: Tensor, *, collect: bool) -> TrainOutput:
         """Target, then draft, on one micro-batch; ``step_weights`` [S] on the device."""
-        batch = batch.to(self.accelerator.device)
-        output = self.target.forward(batch.input_ids, position_ids=batch.position_ids)
+        on_cpu, batch = batch, batch.to(self.accelerator.device)
+        if self.target_cache is None:
+            output = self.target.forward(batch.input_ids, position_ids=batch.position_ids)
+        else:
+            output = self.target_cache.forward(on_cpu)
         dtype = torch.bfloat16 if self.config.trainer.mixed_precision == "bf16" else torch.float32
         return self.model(
             features=output.features.to(dtype),
@@ -122,6 +127,7 @@ def build_run(config: Config) -> Run:
         config=config,
         accelerator=accelerator,
         target=target,
+        target_cache=TargetCache(target) if config.trainer.cache_target else None,
         model=prepared,
         objective=build_objective(config, target),
         updater=Updater(accelerator, prepared, optimizer, config.optim.max_grad_norm),
