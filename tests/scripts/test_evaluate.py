@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from data_gen.prompts import load_prompts
 from data_gen.shards import Row, ShardWriter
+from scripts import evaluate
 from specvocab_model.config import Config, ConfigError, DataConfig, EvalConfig, HeadConfig, TargetConfig
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import Provenance, save_checkpoint
 from specvocab_model.target import load_spec
 from tests.tiny import tiny_target, tiny_target_folder
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SPEC_BENCH = [
     {"question_id": 81, "category": "writing", "turns": ["Compose a post.", "Rewrite it."]},
     {"question_id": 161, "category": "coding", "turns": ["Sort a list."]},
 ]
 CHAT = [{"messages": [{"role": "user", "content": "Hello"}]}]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scripts_evaluate", REPOSITORY / "scripts" / "evaluate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +51,9 @@ def export(config: Config) -> None:
     save_checkpoint(Path(config.output_dir, "export"), model, spec, Provenance())
 
 
-def test_spec_bench_from_checkpoint_to_table(script: ModuleType, config: Config):
+def test_spec_bench_from_checkpoint_to_table(config: Config):
     export(config)
-    result = script.run(config)
+    result = evaluate.run(config)
     assert json.loads(Path(config.output_dir, "evaluation.json").read_text()) == result
     assert list(result["tau"]) == ["untrained", "full", "speculative"]
     assert set(result["details"]["full"]["tau_per_category"]) == {"writing", "coding"}
@@ -71,7 +61,7 @@ def test_spec_bench_from_checkpoint_to_table(script: ModuleType, config: Config)
     assert result["num_prompts"] == 2
     assert 0 <= result["candidate_recall"]["target_top1"] <= 1
 
-    table = script.table(result)
+    table = evaluate.table(result)
     for row in ("autoregressive", "untrained", "full", "speculative", "writing", "coding"):
         assert row in table
     assert "token for token: yes" in table
@@ -79,57 +69,55 @@ def test_spec_bench_from_checkpoint_to_table(script: ModuleType, config: Config)
     assert f"| speculative | {result['tau']['speculative']:.3f} |" in card
 
 
-def test_chat_prompts_and_a_draft_without_speculator(script: ModuleType, config: Config):
+def test_chat_prompts_and_a_draft_without_speculator(config: Config):
     Path(config.eval.prompts).write_text(json.dumps(CHAT[0]))
     config.head.type = "full"
     export(config)
-    result = script.run(config)
+    result = evaluate.run(config)
     assert list(result["tau"]) == ["untrained", "full"]
     assert result["candidate_recall"] is None
-    assert script.table(result)
+    assert evaluate.table(result)
 
 
-def test_only_the_first_prompts_are_asked(script: ModuleType, config: Config):
+def test_only_the_first_prompts_are_asked(config: Config):
     export(config)
     config.eval = replace(config.eval, num_prompts=1)
-    assert script.run(config)["num_prompts"] == 1
+    assert evaluate.run(config)["num_prompts"] == 1
 
 
-def test_differences_are_shown(script: ModuleType, config: Config):
+def test_differences_are_shown(config: Config):
     export(config)
-    result = script.run(config)
+    result = evaluate.run(config)
     found = {"id": "81", "turn": 1, "position": 4, "top2_gap": 1.5e-6}
     result["details"]["full"]["differences"], result["lossless"] = [found], False
-    table = script.table(result)
+    table = evaluate.table(result)
     assert "token for token: NO" in table
     assert "full: prompt 81, turn 1, new token 4: the target's two best logits are 1.5e-06 apart" in table
 
 
-def test_missing_prompts_are_named(script: ModuleType, config: Config):
+def test_missing_prompts_are_named(config: Config):
     export(config)
     Path(config.eval.prompts).unlink()
     with pytest.raises(ConfigError, match=r"no prompt file .*prompts\.jsonl"):
-        script.run(config)
+        evaluate.run(config)
 
 
-def test_a_draft_of_another_target_is_refused(script: ModuleType, config: Config, tmp_path: Path):
+def test_a_draft_of_another_target_is_refused(config: Config, tmp_path: Path):
     export(config)
     config.target.model = str(tiny_target_folder(tmp_path / "other", "qwen3", seed=1))
     with pytest.raises(ConfigError, match="fingerprint"):
-        script.run(config)
+        evaluate.run(config)
 
 
-def test_a_missing_checkpoint_names_the_command_that_makes_it(
-    script: ModuleType, config: Config, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_missing_checkpoint_names_the_command_that_makes_it(config: Config, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["scripts/evaluate.py", "+experiment=qwen3_8b", "run_name=a b"])
     expected = "make it with: python scripts/export.py +experiment=qwen3_8b 'run_name=a b'"
     with pytest.raises(ConfigError, match=re.escape(expected)):
-        script.run(config)
+        evaluate.run(config)
 
 
 @pytest.mark.parametrize("asked", ["Sort  a LIST.", "Sort a vector."])
-def test_prompts_that_were_trained_on_are_refused(script: ModuleType, config: Config, tmp_path: Path, asked: str):
+def test_prompts_that_were_trained_on_are_refused(config: Config, tmp_path: Path, asked: str):
     row = Row(id="r", source="s", input_ids=[1, 2], loss_mask=[0, 1], finish_reason="length", messages=[
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": asked},
         {"role": "assistant", "content": "Rewrite it."}])
@@ -141,20 +129,20 @@ def test_prompts_that_were_trained_on_are_refused(script: ModuleType, config: Co
     config.data.train_path = str(tmp_path / "train")
     prompts = load_prompts(config.eval.prompts)
     if asked == "Sort a vector.":
-        script.check_held_out(prompts, config)
+        evaluate.check_held_out(prompts, config)
     else:
         with pytest.raises(ConfigError, match=r"1 of 2 prompts .* are in the training data .* \(first: '161'\)"):
-            script.check_held_out(prompts, config)
+            evaluate.check_held_out(prompts, config)
 
 
-def test_it_is_said_that_absent_data_are_not_compared(script: ModuleType, config: Config, capsys):
-    script.check_held_out(load_prompts(config.eval.prompts), config)
+def test_it_is_said_that_absent_data_are_not_compared(config: Config, capsys):
+    evaluate.check_held_out(load_prompts(config.eval.prompts), config)
     assert capsys.readouterr().out.startswith("data.train_path=t is not here: not checked")
 
 
-def test_prompts_are_put_as_the_template_variables_say(script: ModuleType, config: Config, tmp_path: Path):
+def test_prompts_are_put_as_the_template_variables_say(config: Config, tmp_path: Path):
     target = tiny_target("qwen3", tmp_path)
     target.tokenizer.chat_template += "{% if quiet %}{{ 'psst' }}{% endif %}"
     prompt = load_prompts(config.eval.prompts)[0]
-    plain, quiet = (script.as_tokens(target, prompt, kwargs).encode_turn([]) for kwargs in ({}, {"quiet": True}))
+    plain, quiet = (evaluate.as_tokens(target, prompt, kwargs).encode_turn([]) for kwargs in ({}, {"quiet": True}))
     assert quiet == [*plain, *target.tokenizer("psst")["input_ids"]]

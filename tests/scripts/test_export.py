@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from dataclasses import asdict, replace
@@ -10,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from scripts import export
 from specvocab_model.config import (
     Config,
     ConfigError,
@@ -23,16 +23,6 @@ from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import load_checkpoint
 from specvocab_model.target import load_spec
 from tests.tiny import tiny_target_folder
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "export.py"
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("scripts_export", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -58,9 +48,9 @@ def finish_training(config: Config) -> SpecVocabDraft:
     return model
 
 
-def test_the_run_becomes_a_checkpoint_in_the_targets_type(script, config):
+def test_the_run_becomes_a_checkpoint_in_the_targets_type(config):
     model = finish_training(config)
-    folder = script.export(replace(config, head=replace(config.head, num_candidates=30)))
+    folder = export.export(replace(config, head=replace(config.head, num_candidates=30)))
     loaded = load_checkpoint(folder, load_spec(config.target))
     torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
     assert loaded.speculator.num_candidates == 30
@@ -69,14 +59,14 @@ def test_the_run_becomes_a_checkpoint_in_the_targets_type(script, config):
     assert record["config"] == asdict(config)
 
     half = replace(config, target=replace(config.target, dtype="bfloat16"))
-    assert load_checkpoint(script.export(half)).draft.fc.weight.dtype == torch.bfloat16
+    assert load_checkpoint(export.export(half)).draft.fc.weight.dtype == torch.bfloat16
 
 
-def test_a_run_that_is_not_there_is_named_with_its_command(script, config, monkeypatch):
+def test_a_run_that_is_not_there_is_named_with_its_command(config, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["export.py", "+experiment=quickstart", "run_name=my run"])
     with pytest.raises(ConfigError, match=r"run.final holds no finished run; train it with: accelerate launch "
                                           r"train/main.py \+experiment=quickstart 'run_name=my run'$"):
-        script.export(config)
+        export.export(config)
 
 
 @pytest.mark.parametrize(
@@ -87,15 +77,15 @@ def test_a_run_that_is_not_there_is_named_with_its_command(script, config, monke
         ({"draft": DraftConfig(num_unroll_steps=3, feature_layers=[1, 2, 3])}, r"draft.feature_layers=\[1, 2, 3\]"),
     ],
 )
-def test_other_settings_than_those_of_the_run_are_refused(change, message, script, config):
+def test_other_settings_than_those_of_the_run_are_refused(change, message, config):
     finish_training(config)
     with pytest.raises(ConfigError, match=message):
-        script.export(replace(config, **change))
+        export.export(replace(config, **change))
     assert not Path(config.output_dir, "export").exists()
 
 
-def test_another_target_than_that_of_the_run_is_refused(script, config, tmp_path):
+def test_another_target_than_that_of_the_run_is_refused(config, tmp_path):
     finish_training(config)
     other = str(tiny_target_folder(tmp_path / "other", "llama", seed=1))
     with pytest.raises(ConfigError, match="was trained for another target"):
-        script.export(replace(config, target=replace(config.target, model=other)))
+        export.export(replace(config, target=replace(config.target, model=other)))

