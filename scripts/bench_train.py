@@ -155,7 +155,7 @@ def measure(
         lm_head = embedding.mul_(args.hidden_size**-0.5)
     else:
         embedding, lm_head = target.model.embed_tokens.weight, target.lm_head.weight
-    objective = Objective(loss="forward_kl", aux_weight=0.1, step_decay=0.8, normalization="valid",
+    objective = Objective(loss="forward_kl", aux_weight=0.1, step_decay=0.8,
                           max_bytes=args.max_mib * 2**20)
     updater = Updater(Accelerator(), model, build_optimizer(model, OptimConfig()), max_grad_norm=0.5)
     counts = valid_counts(batch["loss_mask"], batch["document_ids"], num_steps)

@@ -25,7 +25,6 @@ class Objective:
     loss: str
     aux_weight: float
     step_decay: float
-    normalization: str  # 'valid': each step's mean is over its own valid positions; 'slot': over all token slots
     max_bytes: int  # memory for logits
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -40,7 +39,7 @@ def step_weights(objective: Objective, counts: Tensor) -> Tensor:
     """Weight of one valid position of each step, fp32 [S].
 
     ``counts`` [S]: what each step's mean is over, summed over all ranks and accumulated micro-batches: the valid
-    positions of ``valid_counts``, or the number of token slots for ``normalization='slot'``.
+    positions of ``valid_counts``, or the number of token slots, as ``trainer.loss_normalization`` says.
     """
     decay = objective.step_decay ** torch.arange(len(counts), dtype=torch.float64, device=counts.device)
     return (decay / counts.clamp(min=1)).float()

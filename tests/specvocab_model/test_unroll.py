@@ -15,7 +15,7 @@ from specvocab_model.unroll import plan_unroll
 from tests.tiny import tiny_target_config, tiny_target_folder
 
 HIDDEN, VOCAB, STEPS = 48, 61, 4
-OBJECTIVE = Objective(loss="forward_kl", aux_weight=0.1, step_decay=0.8, normalization="valid", max_bytes=10_000)
+OBJECTIVE = Objective(loss="forward_kl", aux_weight=0.1, step_decay=0.8, max_bytes=10_000)
 
 
 def architecture(**changes) -> DraftArchitecture:
