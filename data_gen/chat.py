@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ def encode_prompt(
     check_template_kwargs(tokenizer, template_kwargs or {})
     if tokenizer.chat_template is None:
         return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
-    return cast(list[int], _apply_template(tokenizer, messages, template_kwargs, tokenize=True))
+    return _apply_template(tokenizer, messages, template_kwargs, tokenize=True)
 
 
 def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
@@ -73,8 +73,8 @@ def _apply_template(
     template_kwargs: Mapping[str, Any] | None,
     *,
     tokenize: bool,
-) -> list[int] | str:
-    """The conversation up to the answer, as ids or as text."""
+) -> Any:
+    """The conversation up to the answer: ids, or text if not ``tokenize``."""
     try:
         return tokenizer.apply_chat_template(
             list(messages), tokenize=tokenize, add_generation_prompt=True, return_dict=False, **(template_kwargs or {})
@@ -97,7 +97,7 @@ def user_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, 
     if tokenizer.chat_template is None:
         raise ValueError("inventing user turns needs a chat template, and this tokenizer has none")
     rendered = _apply_template(tokenizer, [{"role": "user", "content": SENTINEL}], template_kwargs, tokenize=False)
-    parts = cast(str, rendered).split(SENTINEL)
+    parts = rendered.split(SENTINEL)
     if len(parts) != 2:
         raise ValueError(f"the chat template shows a user's words {len(parts) - 1} times instead of once")
     # A space in front of the content belongs to the content's first token ("[INST] Hello" is "[INST]", " Hello").
