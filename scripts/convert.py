@@ -62,13 +62,21 @@ def build_parser() -> argparse.ArgumentParser:
     target.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     text = parser.add_argument_group("text")
     text.add_argument("--prompts", help="jsonl of messages, prompt or turns; by default the target invents its prompts")
-    text.add_argument("--num-prompts", type=int, default=100, help="how many are read or invented at most")
-    text.add_argument("--max-new-tokens", type=int, default=128, help="longest answer")
+    text.add_argument("--num-prompts", type=positive, default=100, help="how many are read or invented at most")
+    text.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
     text.add_argument("--seed", type=int, default=0, help="of the invented prompts; answers are greedy")
     speculator = parser.add_argument_group("speculator")
-    speculator.add_argument("--rank", type=int, help="by default hidden_size / 8")
+    speculator.add_argument("--rank", type=positive, help="by default hidden_size / 8")
     speculator.add_argument("--num-candidates", type=int, default=HeadConfig().num_candidates)
     return parser
+
+
+def positive(text: str) -> int:
+    """An option's value; argparse prints the error."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
 
 
 def convert(options: argparse.Namespace) -> CandidateRecall:

@@ -166,6 +166,15 @@ def test_what_cannot_work_ends_in_one_line(changes, message, arguments, tmp_path
     assert not (tmp_path / "converted").exists()
 
 
+@pytest.mark.parametrize("option", ["max-new-tokens", "num-prompts", "rank"])
+def test_a_count_of_nothing_is_refused(option, arguments, capsys):
+    """Without tokens to write, the engine would wait for an EOS for ever."""
+    with pytest.raises(SystemExit) as stopped:
+        run(arguments, **{option: "0"})
+    assert stopped.value.code == 2
+    assert f"argument --{option}: 0 must be at least 1" in capsys.readouterr().err
+
+
 def test_a_draft_of_another_target_is_refused(arguments, tmp_path, capsys):
     other = tiny_target("llama", tmp_path, vocab_size=290)
     with pytest.raises(SystemExit):
