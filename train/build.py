@@ -28,7 +28,15 @@ from train.checkpoint import Checkpoints, TrainState, run_identity
 from train.launch import build_accelerator
 from train.metrics import FlopsModel, IntervalMeter, peak_flops
 from train.optim import Updater, build_optimizer
-from train.packing import Batch, PackedDataset, StepSampler, document_lengths, split_documents, step_loader
+from train.packing import (
+    Batch,
+    PackedDataset,
+    StepSampler,
+    any_supervised,
+    document_lengths,
+    split_documents,
+    step_loader,
+)
 from train.target_cache import TargetCache
 from train.tracking import Tracker
 
@@ -200,8 +208,12 @@ def build_loader(
     if too_long and accelerator.is_main_process:
         logger.warning("%s: %d of %d documents are longer than data.seq_len=%d and are cut into pieces of that length",
                        path, too_long, len(rows), config.data.seq_len)
+    pieces = split_documents(lengths, config.data.seq_len)
+    if not any_supervised(rows, pieces):
+        raise ConfigError(f"{path}: no document has a supervised token after its second one, so there is nothing to "
+                          f"learn or to measure; look at its loss_mask, or raise data.seq_len={config.data.seq_len}")
     sampler = StepSampler(
-        split_documents(lengths, config.data.seq_len),
+        pieces,
         config.data.seq_len,
         seed=config.seed,
         rank=accelerator.process_index,

@@ -208,6 +208,13 @@ def document_lengths(rows: Rows) -> np.ndarray:
     return pc.list_value_length(rows.data.column("input_ids")).to_numpy().astype(np.int64)
 
 
+def any_supervised(rows: Rows, pieces: np.ndarray) -> bool:
+    """Whether a draft can be trained on any of ``pieces``: it predicts no token before a document's third."""
+    rows = rows.with_format("numpy", columns=["loss_mask"])
+    masks = (rows[row]["loss_mask"][first + 2 : first + length] for row, first, length in pieces.tolist())
+    return any(mask.any() for mask in masks)
+
+
 def step_loader(dataset: PackedDataset, sampler: StepSampler, *, num_workers: int, pin_memory: bool) -> DataLoader:
     """Prefetching loader; each item is the list of this rank's micro-batches of one optimizer step."""
     return DataLoader(

@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from tests.train.runs import final_weights, logged, overrides
+from tests.train.runs import NUM_TRAIN_ROWS, final_weights, logged, overrides
 from train import build
 from train import main as command
 
@@ -91,3 +91,9 @@ def test_the_command_trains_and_writes_what_it_was_told_and_what_came_out(root, 
     assert training["step"] == 2 and training["config"] == resolved
     assert training["metrics"]["simulated_tau/candidates"] >= 1.0
     assert {name.split(".")[0] for name in final_weights(root, "command")} == {"draft", "speculator"}
+
+
+def test_data_that_teach_nothing_are_refused(root, monkeypatch, capsys):
+    monkeypatch.setattr(build, "any_supervised", lambda rows, pieces: len(rows) == NUM_TRAIN_ROWS)
+    assert run_command(monkeypatch, overrides(root, "nothing", "trainer.max_steps=2")) == 2
+    assert f"{root / 'validation'}: no document has a supervised token after its second one" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from train.packing import (
     PADDING_DOCUMENT,
     PackedDataset,
     StepSampler,
+    any_supervised,
     document_lengths,
     pack,
     split_documents,
@@ -158,3 +159,15 @@ def test_loader_with_workers_gives_what_the_dataset_gives_and_leaves_the_random_
 
 def test_lengths_are_read_from_the_offsets():
     assert document_lengths(rows_of([4, 1, 70])).tolist() == [4, 1, 70]
+
+
+@pytest.mark.parametrize(("mask", "seq_len", "expected"), [
+    ([0, 1], 8, False),
+    ([1, 1, 0, 0], 8, False),
+    ([0, 0, 1], 8, True),
+    ([0, 0, 0, 1], 2, False),
+    ([0, 0, 0, 1, 0, 1], 3, True),
+])
+def test_a_draft_predicts_no_token_before_a_pieces_third(mask, seq_len, expected):
+    rows = Dataset.from_dict({"input_ids": [[5], [5] * len(mask)], "loss_mask": [[1], mask]})
+    assert any_supervised(rows, split_documents(document_lengths(rows), seq_len)) == expected
