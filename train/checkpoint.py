@@ -114,7 +114,8 @@ class Checkpoints:
         _flush(pointer)
         os.replace(pointer, self.folder / LATEST_FILE)
         _flush(self.folder)
-        complete = {int(path.name.removeprefix("step-")): path for path in self.folder.glob("step-*")}
+        names = ((path, path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
+        complete = {int(number): path for path, number in names if number.isdecimal()}  # a user's copy is kept
         kept = sorted(number for number in complete if number <= step)[-self.keep :]
         for number in complete.keys() - kept:
             shutil.rmtree(complete[number])

@@ -153,12 +153,13 @@ def test_a_later_checkpoint_that_a_kill_left_behind_does_not_displace_the_newest
     train(run_of(root, "left-behind", "trainer.max_steps=8"))
     checkpoints = root / "left-behind" / "checkpoints"
     (checkpoints / "latest").write_text("step-4")  # as if killed when step-8 had its name and `latest` not yet
+    (checkpoints / "step-8-copy").mkdir()  # a user's: not ours to remove
     changes = ("trainer.max_steps=8", "trainer.save_every=3", "trainer.keep_checkpoints=1")
     resumed = run_of(root, "left-behind", *changes)
     kill_in_step(resumed, 7)
     with pytest.raises(Killed):
         train(resumed)
-    assert {path.name for path in checkpoints.iterdir()} == {"latest", "step-6"}
+    assert {path.name for path in checkpoints.iterdir()} == {"latest", "step-6", "step-8-copy"}
     assert run_of(root, "left-behind", *changes).state.step == 6
 
 
