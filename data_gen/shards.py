@@ -104,7 +104,8 @@ def load_rows(folder: Path | str, *, command: str = MAKE_COMMAND) -> Dataset:
         num_bytes = path.stat().st_size if path.is_file() else None
         if num_bytes != shard.num_bytes:
             found = "is missing" if num_bytes is None else f"has {num_bytes} bytes instead of {shard.num_bytes}"
-            raise ConfigError(f"{path} {found}; delete it and {MANIFEST_FILE}, then make it anew with `{command}`")
+            raise ConfigError(f"{path} {found}; delete it, rename {MANIFEST_FILE} to {UNFINISHED_FILE}, and make "
+                              f"what is missing with `{command}`")
     if not paths:
         return datasets.Dataset(SCHEMA.empty_table())
     return datasets.Dataset.from_parquet([str(path.resolve()) for path in paths])

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_gen.shards import MANIFEST_FILE, Row, ShardWriter, load_rows, read_manifest
+from data_gen.shards import MANIFEST_FILE, UNFINISHED_FILE, Row, ShardWriter, load_rows, read_manifest
 from specvocab_model.config import ConfigError
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -173,8 +173,12 @@ def test_a_shard_that_is_not_as_described_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=rf"00001\.parquet has {len(content) - 1} bytes instead of {len(content)}"):
         load_rows(tmp_path)
     shard.unlink()
-    with pytest.raises(ConfigError, match=r"shard-00001\.parquet is missing"):
+    with pytest.raises(ConfigError, match=rf"is missing; .*rename {MANIFEST_FILE} to {UNFINISHED_FILE}"):
         load_rows(tmp_path)
+    (tmp_path / MANIFEST_FILE).rename(tmp_path / UNFINISHED_FILE)  # what the message says
+    assert writer(tmp_path).missing_shards() == [1]
+    finish(writer(tmp_path), rows_for(10))
+    assert shard.read_bytes() == content and len(load_rows(tmp_path)) == 10
 
 
 def test_another_schema_version_is_refused(tmp_path):
