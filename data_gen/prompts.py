@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,9 @@ def parse_prompt(record: Any, source: str) -> Prompt:
         follow_ups=tuple(follow_ups),
     )
     given = record.get("id", record.get("question_id"))
-    return replace(prompt, id=prompt.digest[:ID_DIGITS] if given is None else str(given))
+    prompt = replace(prompt, id=prompt.digest[:ID_DIGITS] if given is None else str(given))
+    json.dumps(asdict(prompt), ensure_ascii=False).encode()  # half of a surrogate pair is no text: ValueError
+    return prompt
 
 
 def _conversation(record: dict[str, Any]) -> tuple[list[Message], list[str]]:
@@ -126,6 +128,8 @@ def _messages(messages: Any) -> list[Message]:
             raise ValueError(f"messages[{number}] has role {message.get('role')!r}; known are {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str):
             raise ValueError(f"messages[{number}] has no text as content")
+        if message["role"] == "user" and not message["content"].strip():
+            raise ValueError(f"messages[{number}] is an empty user message")
     user_turns = [number for number, message in enumerate(messages) if message["role"] == "user"]
     if not user_turns:
         raise ValueError("messages has no user message")

@@ -80,6 +80,9 @@ def test_limit(tmp_path):
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages has no user message"),
         ({"messages": [USER, {"role": "robot", "content": "x"}]}, r"messages\[1\] has role 'robot'"),
         ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\] has no text"),
+        ({"messages": [USER, {"role": "user", "content": " "}]}, r"messages\[1\] is an empty user message"),
+        ('{"prompt": "half a pair: \\ud83d"}', "surrogates not allowed"),
+        ('{"prompt": "x", "id": "\\ud83d"}', "surrogates not allowed"),
     ],
 )
 def test_a_bad_line_is_refused_with_file_and_line(tmp_path, line, reason):
