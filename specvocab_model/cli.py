@@ -65,6 +65,8 @@ def _compose(function: Callable[[Config], None]) -> list[Config]:
         hydra.main(config_path=CONFIG_DIR, config_name="config", version_base="1.3")(collect)()
     except (CompactHydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise ConfigError(_one_line(error)) from error
+    except OSError as error:  # after the one above, because Hydra's "no such config" is an OSError as well
+        raise ConfigError(f"output_dir cannot be made: {error}") from error
     return [parse_config(config) for config in composed]
 
 

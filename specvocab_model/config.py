@@ -10,6 +10,7 @@ scripts, and neither of the first two may import the other.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -39,8 +40,13 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _at_least(name: str, value: float | None, minimum: float) -> None:
-    if value is not None and not value >= minimum:
-        raise ConfigError(f"{name}={value} must be at least {minimum}")
+    if value is not None and not minimum <= value < math.inf:
+        raise ConfigError(f"{name}={value} must be at least {minimum}{' and finite' if value == math.inf else ''}")
+
+
+def _not_empty(name: str, value: str) -> None:
+    if not value.strip():
+        raise ConfigError(f"{name}={value!r} is empty; give it a value, or drop the override")
 
 
 def _fraction(name: str, value: float) -> None:
@@ -60,6 +66,7 @@ class TargetConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the template: enable_thinking
 
     def __post_init__(self) -> None:
+        _not_empty("target.model", self.model)
         _one_of("target.dtype", self.dtype, DTYPES)
         if reserved := sorted({"messages", "add_generation_prompt"} & self.chat_template_kwargs.keys()):
             raise ConfigError(f"target.chat_template_kwargs holds {', '.join(reserved)}, which is set for every "
@@ -120,9 +127,11 @@ class DataConfig:
     num_workers: int = 2
 
     def __post_init__(self) -> None:
-        _at_least("data.seq_len", self.seq_len, 2)
+        _at_least("data.seq_len", self.seq_len, 3)  # two tokens have no third to draft
         _at_least("data.num_workers", self.num_workers, 0)
-        if self.validation_path == self.train_path != MISSING:
+        _not_empty("data.train_path", self.train_path)
+        _not_empty("data.validation_path", self.validation_path)
+        if self.train_path != MISSING and Path(self.validation_path).absolute() == Path(self.train_path).absolute():
             raise ConfigError(f"data.validation_path={self.validation_path!r} is also data.train_path; set another one")
 
 
@@ -209,8 +218,8 @@ class OptimConfig:
     max_grad_norm: float = 0.5
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ConfigError(f"optim.lr={self.lr} must be positive")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"optim.lr={self.lr} must be positive{' and finite' if self.lr == math.inf else ''}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optim.betas={self.betas} must be two numbers in [0, 1)")
         if not self.eps > 0:
@@ -285,6 +294,8 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
+        _not_empty("run_name", self.run_name)
+        _not_empty("output_dir", self.output_dir)
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed={self.seed} must lie between 0 and 2**32 - 1, as numpy's does")
 
