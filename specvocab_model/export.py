@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -234,7 +235,10 @@ def _stored(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 def _read_tensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     if not path.is_file():
         raise ConfigError(f"{path} is missing; copy the whole exported folder")
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is damaged or not complete ({error}); copy the exported folder again") from error
     check_tensors(tensors, shapes, str(path))
     return tensors
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 from gguf import GGUFReader
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from specvocab_model.config import ConfigError
 from specvocab_model.target_files import weight_files
 
 SAMPLE_WIDTH = 64  # values taken of each sampled row
@@ -33,11 +34,14 @@ def weights_digest(folder: Path, gguf_file: str | None) -> str:
 
 def _safetensors_samples(files: list[Path]) -> Iterator[tuple[str, tuple[int, ...], bytes]]:
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                tensor = tensors.get_slice(name)
-                shape = tuple(tensor.get_shape())
-                yield name, shape, b"".join(_bf16_bytes(tensor[index]) for index in _sample_indices(shape))
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    tensor = tensors.get_slice(name)
+                    shape = tuple(tensor.get_shape())
+                    yield name, shape, b"".join(_bf16_bytes(tensor[index]) for index in _sample_indices(shape))
+        except SafetensorError as error:
+            raise ConfigError(f"{file} is damaged or not complete ({error}); fetch it again") from error
 
 
 def _sample_indices(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:

@@ -163,6 +163,8 @@ def test_an_incomplete_folder_is_not_loaded(part, folder):
     assert "lm_head.weight is unknown" in error_of(lambda: load_checkpoint(folder))
     save_file(tensors | {name: tensor[:-1].clone()}, path)
     assert f"{name} has shape" in error_of(lambda: load_checkpoint(folder))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert f"{path} is damaged or not complete" in error_of(lambda: load_checkpoint(folder))
     path.unlink()
     assert "is missing; copy the whole exported folder" in error_of(lambda: load_checkpoint(folder))
 

@@ -167,6 +167,9 @@ def test_the_hubs_own_cache_is_used_without_the_hub(no_hub, tmp_path: Path) -> N
 def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
     folder = tiny.save_target(tiny.tiny_model("llama"), tmp_path / "target", max_shard_size="100KB")
     shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=rf"{shard.name} is damaged or not complete"):
+        load_spec(TargetConfig(model=str(folder)))
     shard.unlink()
     with pytest.raises(ConfigError, match=shard.name):
         load_spec(TargetConfig(model=str(folder)))
