@@ -84,7 +84,7 @@ class StageRunner:
         manifest = writer.open()
         if manifest is not None:
             self.report(f"{stage.name}: {_summary(manifest)}; finished before, in {stage.folder}")
-            return manifest
+            return self._not_empty(stage, manifest)
         missing = writer.missing_shards()
         # By the shard's own number: ranks that look at different moments see different shards missing.
         mine = [index for index in missing if index % self.state.num_processes == self.state.process_index]
@@ -102,6 +102,14 @@ class StageRunner:
         self.state.wait_for_everyone()
         manifest = writer.open()
         assert manifest is not None
+        return self._not_empty(stage, manifest)
+
+    def _not_empty(self, stage: Stage, manifest: Manifest) -> Manifest:
+        """Raises ConfigError if there were prompts and all were too long."""
+        if stage.prompts and not manifest.num_rows:
+            limit = self.config.generation.max_prompt_tokens
+            raise ConfigError(f"all {len(stage.prompts)} {stage.name} prompts have more than "
+                              f"generation.max_prompt_tokens={limit} tokens; raise it and remove {stage.folder}")
         return manifest
 
     def _fill(self, stage: Stage, writer: ShardWriter, mine: list[int]) -> None:

@@ -13,7 +13,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def run(config: Config) -> dict[str, Any]:
     evaluation = evaluate(
         target,
         make_variants(target, model, config.seed),
-        [as_tokens(target, prompt, config.target.chat_template_kwargs) for prompt in prompts],
+        [as_tokens(target, prompt, config, model.architecture.max_position_embeddings) for prompt in prompts],
         max_new_tokens=config.eval.max_new_tokens,
         num_draft_tokens=config.eval.num_draft_tokens,
         temperature=config.eval.temperature,
@@ -117,16 +117,27 @@ def make_variants(target: Target, model: SpecVocabDraft, seed: int) -> dict[str,
     return variants
 
 
-def as_tokens(target: Target, prompt: Prompt, template_kwargs: Mapping[str, Any]) -> EvalPrompt:
-    """Raises ConfigError if the target's chat template refuses the conversation."""
+def as_tokens(target: Target, prompt: Prompt, config: Config, draft_positions: int) -> EvalPrompt:
+    """The prompt as ids, turn by turn.
+
+    Raises:
+        ConfigError: the target's chat template refuses the conversation, or the last answer may not fit into the
+            positions of target and draft: beyond them nothing is drafted, and the measure would not say so.
+    """
 
     def encode_turn(answers: Sequence[str]) -> list[int]:
-        return encode_prompt(target.tokenizer, prompt.conversation(answers), template_kwargs)
+        return encode_prompt(target.tokenizer, prompt.conversation(answers), config.target.chat_template_kwargs)
 
     try:
-        encode_turn([""] * (prompt.num_turns - 1))  # before the first is decoded
+        num_tokens = len(encode_turn([""] * (prompt.num_turns - 1)))  # before the first is decoded
     except ValueError as error:
         raise ConfigError(f"prompt {prompt.id!r} cannot be put to {target.spec.name}: {error}") from error
+    longest = num_tokens + prompt.num_turns * config.eval.max_new_tokens
+    positions = min(target.spec.max_position_embeddings, draft_positions)
+    if longest > positions:
+        raise ConfigError(f"prompt {prompt.id!r} of {num_tokens} tokens may with {prompt.num_turns} answers of up to "
+                          f"eval.max_new_tokens={config.eval.max_new_tokens} need {longest} positions; there are "
+                          f"{positions}: leave it out or lower eval.max_new_tokens")
     return EvalPrompt(id=prompt.id, category=prompt.category, num_turns=prompt.num_turns, encode_turn=encode_turn)
 
 

@@ -253,11 +253,16 @@ def table(results: dict[str, Any], output: Path) -> str:
         *lines,
         f"output is the target's own, token for token: {'yes' if results['lossless'] else 'NO'}",
         f"{results['num_candidates']} candidates of rank {results['rank']} hold the target's first choice in "
-        f"{recall['target_top1']:.1%} and the draft's in {recall['draft_top1']:.1%} of cases",
+        f"{_percent(recall['target_top1'])} and the draft's in {_percent(recall['draft_top1'])} of cases",
         f"{results['num_train_tokens']} response tokens; seconds: "
         + ", ".join(f"{name} {value:.0f}" for name, value in results["seconds"].items()),
         f"checkpoint: {output / 'export'}, figures: {output / 'results.json'}",
     ])
+
+
+def _percent(share: float | None) -> str:
+    """``None``: the answers were too short for a single draft to be judged."""
+    return "–" if share is None else f"{share:.1%}"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

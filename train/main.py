@@ -6,9 +6,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -25,12 +30,33 @@ from train.loop import NonFiniteError, train
 def main(config: Config) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     check_inputs(config)
-    run = build_run(config)
-    try:
-        train(run)
-    except NonFiniteError as error:
-        sys.exit(f"error: {error}")
-    run.accelerator.end_training()
+    with exclusive(Path(config.output_dir, "train.lock")):
+        run = build_run(config)
+        try:
+            train(run)
+        except NonFiniteError as error:
+            sys.exit(f"error: {error}")
+        run.accelerator.end_training()
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold the run's lock file, on rank 0: two runs in one folder would mix their checkpoints and metrics.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"another training run writes to {path.parent}; wait for it, stop it, or choose another "
+                              "run_name") from error
+        yield
 
 
 def check_inputs(config: Config) -> None:

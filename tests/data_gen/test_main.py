@@ -123,6 +123,13 @@ def test_shards_are_small_enough_for_several_ranks(num_prompts, at_most, expecte
     assert rows_per_shard(num_prompts, at_most=at_most) == expected
 
 
+def test_prompts_that_are_all_too_long_are_no_success(root):
+    changes = ("generation.magpie_prompts=0", "generation.max_prompt_tokens=1")
+    for _ in range(2):  # also when the empty folder is found again
+        with pytest.raises(ConfigError, match=r"all \d+ train prompts have more than generation.max_prompt_tokens=1 "):
+            run_here(overrides(root, "too-long", *changes))
+
+
 def test_greedy_rows_are_prompt_ids_and_generated_ids(root):
     """Nothing is tokenised again: with random bytes as answers, text would not give the ids back."""
     changes = ("generation.temperature=0", "generation.magpie_prompts=0")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from data_gen.chat import encode_prompt
 from data_gen.prompts import load_prompts
 from data_gen.shards import Row, ShardWriter
 from scripts import evaluate
@@ -144,5 +145,16 @@ def test_prompts_are_put_as_the_template_variables_say(config: Config, tmp_path:
     target = tiny_target("qwen3", tmp_path)
     target.tokenizer.chat_template += "{% if quiet %}{{ 'psst' }}{% endif %}"
     prompt = load_prompts(config.eval.prompts)[0]
-    plain, quiet = (evaluate.as_tokens(target, prompt, kwargs).encode_turn([]) for kwargs in ({}, {"quiet": True}))
+    plain = evaluate.as_tokens(target, prompt, config, 512).encode_turn([])
+    config.target.chat_template_kwargs = {"quiet": True}
+    quiet = evaluate.as_tokens(target, prompt, config, 512).encode_turn([])
     assert quiet == [*plain, *target.tokenizer("psst")["input_ids"]]
+
+
+def test_a_conversation_that_may_outgrow_the_positions_is_refused(config: Config, tmp_path: Path):
+    target = tiny_target("qwen3", tmp_path)
+    prompt = load_prompts(config.eval.prompts)[0]  # two turns
+    longest = len(encode_prompt(target.tokenizer, prompt.conversation([""]))) + 2 * config.eval.max_new_tokens
+    evaluate.as_tokens(target, prompt, config, longest)
+    with pytest.raises(ConfigError, match=rf"prompt '81' .* need {longest} positions; there are {longest - 1}:"):
+        evaluate.as_tokens(target, prompt, config, longest - 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from scripts.pipeline import Record, Stage, command, exclusive, main, needs_fetch, plan, run
+from scripts.pipeline import Record, Stage, command, exclusive, main, needs_fetch, plan, run, table
 from specvocab_model.config import CONFIG_DIR, Config, ConfigError, parse_config, register_schemas
 
 REPOSITORY = Path(CONFIG_DIR).parent
@@ -225,3 +225,10 @@ def test_lock_is_free_again(tmp_path):
     for _ in range(2):
         with exclusive(tmp_path / "lock"):
             pass
+
+
+def test_answers_too_short_for_a_draft_still_end_in_a_table(tmp_path):
+    results = {"target": "t", "num_train_tokens": 1, "tau": dict.fromkeys(("untrained", "full", "speculative"), 1.0),
+               "candidate_recall": {"target_top1": None, "draft_top1": 0.5}, "num_candidates": 4, "rank": 2,
+               "lossless": True, "tokens_per_second": {"autoregressive": 1.0, "speculative": 1.0}, "seconds": {}}
+    assert "first choice in – and the draft's in 50.0% of cases" in table(results, tmp_path)

@@ -8,6 +8,7 @@ import sys
 import pytest
 import yaml
 
+from specvocab_model.config import ConfigError
 from tests.train.runs import NUM_TRAIN_ROWS, final_weights, logged, overrides
 from train import build
 from train import main as command
@@ -97,3 +98,16 @@ def test_data_that_teach_nothing_are_refused(root, monkeypatch, capsys):
     monkeypatch.setattr(build, "any_supervised", lambda rows, pieces: len(rows) == NUM_TRAIN_ROWS)
     assert run_command(monkeypatch, overrides(root, "nothing", "trainer.max_steps=2")) == 2
     assert f"{root / 'validation'}: no document has a supervised token after its second one" in capsys.readouterr().err
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path, monkeypatch):
+    with command.exclusive(tmp_path / "run/train.lock"):
+        with pytest.raises(ConfigError, match=r"another training run writes to .*run; wait for it"), \
+                command.exclusive(tmp_path / "run/train.lock"):
+            pytest.fail("the lock was given twice")
+        monkeypatch.setenv("RANK", "1")
+        with command.exclusive(tmp_path / "run/train.lock"):
+            pass  # the other ranks of the same run
+    monkeypatch.setenv("RANK", "0")
+    with command.exclusive(tmp_path / "run/train.lock"):
+        pass  # free again
