@@ -183,6 +183,7 @@ class TrainerConfig:
     cache_target: bool = False  # keep the target's outputs in memory, 4 hidden states a token: it runs one epoch only
     mixed_precision: str = "bf16"
     loss: str = "forward_kl"
+    temperature: float = 1.0  # of teacher and student in the loss
     aux_weight: float = 0.1  # weight of the speculator's loss
     step_decay: float = 0.8  # weight of unroll step i is step_decay ** i
     loss_normalization: str = "valid"  # valid: mean over the step's valid positions; slot: over all token slots
@@ -199,6 +200,8 @@ class TrainerConfig:
             _at_least(f"trainer.{name}", getattr(self, name), 1)
         _at_least("trainer.max_steps", self.max_steps, 1)
         _at_least("trainer.aux_weight", self.aux_weight, 0)
+        if not 0 < self.temperature < math.inf:
+            raise ConfigError(f"trainer.temperature={self.temperature} must be positive and finite")
         _fraction("trainer.step_decay", self.step_decay)
         _one_of("trainer.loss", self.loss, LOSSES)
         _one_of("trainer.mixed_precision", self.mixed_precision, ("no", "bf16"))

@@ -28,6 +28,7 @@ class Objective:
     max_bytes: int  # memory for logits
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    temperature: float = 1.0
 
 
 def valid_counts(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -> Tensor:
@@ -74,6 +75,7 @@ def distillation_loss(
         aux_weight=objective.aux_weight,
         logit_scale=objective.logit_scale,
         logit_softcap=objective.logit_softcap,
+        temperature=objective.temperature,
         max_bytes=objective.max_bytes,
         collect=collect,
     )

@@ -190,6 +190,7 @@ def build_objective(config: Config, target: Target) -> Objective:
         loss=trainer.loss,
         aux_weight=trainer.aux_weight,
         step_decay=trainer.step_decay,
+        temperature=trainer.temperature,
         max_bytes=trainer.loss_memory_mib * 2**20,
         logit_scale=target.spec.logit_scale,
         logit_softcap=target.spec.logit_softcap,

@@ -75,6 +75,21 @@ def test_every_loss_and_its_gradients_match_fp64_autograd(impl, loss, softcap, s
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_temperature_divides_the_capped_logits(impl, softcap, temperature):
+    tensors = problem(steps=2, rows=5, vocab_size=131, hidden_size=16, rank=4)
+    assert_matches_truth(tensors, 2e-5, impl=impl, logit_softcap=softcap, temperature=temperature)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("num_tiles", [2, 7, 131])
+def test_ranks_within_tiles_match(impl, num_tiles):
+    tensors = problem(steps=2, rows=5, vocab_size=131, hidden_size=16, rank=4)
+    assert_matches_truth(tensors, 2e-5, impl=impl, num_tiles=num_tiles)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @settings(max_examples=20, deadline=None)
 @given(
     steps=st.integers(1, 4),
@@ -325,6 +340,8 @@ def test_the_upstream_gradient_scales_everything(impl):
         ({"vocab_proj": torch.ones(19, 2)}, "vocab_proj"),
         ({"max_bytes": 0}, "max_bytes"),
         ({"logit_scale": 0.0}, "logit_scale"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"num_tiles": 0}, "num_tiles"),
     ],
 )
 def test_wrong_inputs_are_refused(change, message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,8 @@ def distill(
     aux_weight: float = 0.1,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
+    temperature: float = 1.0,
+    num_tiles: int = 1,
     max_bytes: int = 2**30,
     collect: bool = False,
     impl: str = "auto",
@@ -33,7 +37,8 @@ def distill(
     """Weighted sum of a named loss over all pairs of a teacher row and a student row, against the full vocabulary.
 
     With ``p = softmax(f(U g))`` of the teacher's row, ``q = softmax(f(U h))`` of the student's and
-    ``s = softmax(f(vocab_proj down_proj h))`` of the speculator's, where ``f`` scales and soft-caps::
+    ``s = softmax(f(vocab_proj down_proj h))`` of the speculator's, where ``f`` scales,
+    soft-caps and divides by the temperature::
 
         total = sum over (step, row) of weight * (loss(p, q) + aux_weight * loss(p, s))
 
@@ -44,6 +49,9 @@ def distill(
         down_proj, vocab_proj: [r, d] and [V, r], both or neither; they get gradients.
         weight: [S, N] fp32, not negative. Where it is 0 loss and gradient are exactly 0, whatever the logits.
         loss: one of ``LOSSES``.
+        temperature: of all three distributions; measurements are at that temperature too.
+        num_tiles: ids are ranked among those equal to them modulo ``num_tiles``, the tile that a head with
+            ``selection=tile`` would see them in; 1: among all.
         max_bytes: memory for logits; rows are worked off in chunks that fit (one row at least).
         collect: also return per-position measurements.
         impl: "torch" (chunks of plain torch), "triton", or "auto": Triton on a GPU.
@@ -75,6 +83,10 @@ def distill(
             )
     if not logit_scale > 0:
         raise ValueError(f"logit_scale={logit_scale} must be positive")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be positive and finite")
+    if num_tiles < 1:
+        raise ValueError(f"num_tiles={num_tiles} must be at least 1")
     if max_bytes < 1:
         raise ValueError(f"max_bytes={max_bytes} must be positive")
 
@@ -82,8 +94,10 @@ def distill(
     options = DistillOptions(
         loss=loss,
         aux_weight=aux_weight,
-        logit_scale=logit_scale,
-        logit_softcap=logit_softcap,
+        # cap(z * scale) / T is the cap at softcap / T of z * scale / T.
+        logit_scale=logit_scale / temperature,
+        logit_softcap=None if logit_softcap is None else logit_softcap / temperature,
+        num_tiles=num_tiles,
         chunk_rows=max(1, max_bytes // row_bytes(impl, steps, lm_head)),
         gradients=torch.is_grad_enabled() and any(
             matrix is not None and matrix.requires_grad for matrix in (student_hidden, down_proj, vocab_proj)

@@ -28,6 +28,7 @@ class DistillOptions:
     aux_weight: float
     logit_scale: float
     logit_softcap: float | None
+    num_tiles: int
     chunk_rows: int
     gradients: bool  # False: loss and measurements alone, without the products of the gradients
 
@@ -132,8 +133,8 @@ def _one_step(
         low_rank = hidden @ down.mT
         approximate = _final_logits(low_rank @ vocab.mT, options)
         if stats is not None and student_top is not None:
-            stats.target_rank[at] = _rank(approximate, teacher.top)
-            stats.draft_rank[at] = _rank(approximate, student_top)
+            stats.target_rank[at] = _rank(approximate, teacher.top, options.num_tiles)
+            stats.draft_rank[at] = _rank(approximate, student_top, options.num_tiles)
         aux_value, slope = value_and_slope(teacher, approximate)
         if options.gradients:
             slope = _to_raw(slope, approximate, weight * options.aux_weight, options).to(hidden.dtype)
@@ -148,6 +149,9 @@ def _one_step(
     return (weight * (value + options.aux_weight * aux_value)).sum()
 
 
-def _rank(scores: Tensor, ids: Tensor) -> Tensor:
-    """Number of ids scored strictly above ``ids`` [C] in ``scores`` [C, V]."""
-    return (scores > scores.gather(-1, ids[:, None])).sum(-1)
+def _rank(scores: Tensor, ids: Tensor, num_tiles: int) -> Tensor:
+    """Number of ids of the same tile (equal modulo ``num_tiles``) scored strictly above ``ids`` [C] in [C, V]."""
+    above = scores > scores.gather(-1, ids[:, None])
+    if num_tiles > 1:
+        above &= torch.arange(scores.shape[-1], device=ids.device) % num_tiles == (ids % num_tiles)[:, None]
+    return above.sum(-1)

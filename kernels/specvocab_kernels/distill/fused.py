@@ -16,6 +16,7 @@ from specvocab_kernels.distill.chunked import DistillFunction, DistillOptions, G
 from specvocab_kernels.distill.kernel import launch_student, launch_teacher
 from specvocab_kernels.distill.reference import DistillStats
 
+TILE_ROWS = 64
 ADDS_IN_FP32 = "dtype_out" in torch.ops.aten.addmm.overloads()  # torch 2.8 and later
 
 
@@ -29,9 +30,9 @@ class FusedDistill(DistillFunction):
         grads = Gradients.zeros_like(student, down, vocab)
         down, vocab = (None if matrix is None else matrix.to(dtype) for matrix in (down, vocab))
         losses = torch.full((2, num_steps, num_rows), float("nan"), device=device)  # student's, speculator's
-        chunk_rows = _even_chunks(num_rows, options.chunk_rows)
+        chunk_rows = min(_whole_tiles(options.chunk_rows), num_rows)
         buffer = torch.empty((num_steps + 1) * chunk_rows, lm_head.shape[0], dtype=dtype, device=device)
-        for start in range(0, num_rows, chunk_rows):
+        for start in range(0, num_rows, max(chunk_rows, 1)):
             rows = slice(start, start + chunk_rows)
             _one_chunk(student, down, vocab, teacher, lm_head, weight, options, stats, grads, losses, rows, buffer)
         if stats is not None:
@@ -44,10 +45,10 @@ class FusedDistill(DistillFunction):
         return total
 
 
-def _even_chunks(num_rows: int, most: int) -> int:
-    """Rows of a chunk, at most ``most``: as few chunks as that allows, and those of one size."""
-    num_chunks = max(1, -(-num_rows // most))
-    return max(1, -(-num_rows // num_chunks))
+def _whole_tiles(most: int) -> int:
+    """Rows of a chunk, at most ``most``: what fills the products' tiles. Not a share of the rows at hand: the memory
+    must not depend on them."""
+    return most // TILE_ROWS * TILE_ROWS or most
 
 
 def _one_chunk(
@@ -95,7 +96,9 @@ def _one_chunk(
         low_rank = hidden @ down.mT
         torch.mm(low_rank, vocab.mT, out=logits)
         compared = exact.top if stats is not None else None
-        approximate = judge(logits, shared, weights * options.aux_weight, compared=compared)
+        approximate = judge(
+            logits, shared, weights * options.aux_weight, compared=compared, num_tiles=options.num_tiles
+        )
         losses[1, :, rows] = by_step(approximate.loss)
         if stats is not None:
             stats.target_rank[:, rows] = by_step(approximate.target_rank)

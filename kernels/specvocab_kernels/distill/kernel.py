@@ -194,8 +194,8 @@ def student_kernel(
     compared,  # [S * C] int: a second id to rank (the student's argmax); read if RANK
     loss_out, acceptance_out,  # [S * C]
     top_out, target_rank_out, compared_rank_out,  # [S * C] int64
-    num_steps, num_rows, vocab_size, row_stride, teacher_stride, scale, softcap,
-    LOSS: tl.constexpr, CAPPED: tl.constexpr, COLLECT: tl.constexpr, RANK: tl.constexpr,
+    num_steps, num_rows, vocab_size, num_tiles, row_stride, teacher_stride, scale, softcap,
+    LOSS: tl.constexpr, CAPPED: tl.constexpr, COLLECT: tl.constexpr, RANK: tl.constexpr, TILED: tl.constexpr,
     DEPTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     # Programs that run at the same time are the steps of one teacher row, which then comes from the cache.
@@ -205,8 +205,9 @@ def student_kernel(
     teacher += at.to(tl.int64) * teacher_stride
     w = tl.load(weight + row)
     if RANK:
-        target_score = tl.load(logits + tl.load(teacher_top + at)).to(tl.float32)
-        other_score = tl.load(logits + tl.load(compared + row)).to(tl.float32)
+        target_id, other_id = tl.load(teacher_top + at), tl.load(compared + row)
+        target_score = tl.load(logits + target_id).to(tl.float32)
+        other_score = tl.load(logits + other_id).to(tl.float32)
 
     top = tl.full([LANES], LOWEST, tl.float32)
     total = tl.zeros([LANES], tl.float32)
@@ -218,8 +219,12 @@ def student_kernel(
         if COLLECT:
             best = _best(x, ids, top, best)
         if RANK:
-            above_target += tl.sum((raw > target_score).to(tl.int32), 0)
-            above_other += tl.sum((raw > other_score).to(tl.int32), 0)
+            beats_target, beats_other = raw > target_score, raw > other_score
+            if TILED:
+                beats_target &= ids % num_tiles == target_id % num_tiles
+                beats_other &= ids % num_tiles == other_id % num_tiles
+            above_target += tl.sum(beats_target.to(tl.int32), 0)
+            above_other += tl.sum(beats_other.to(tl.int32), 0)
         top, total = _online(x, top, total)
     row_top, lse = _join(top, total)
     t_lse = tl.load(teacher_lse + at)
@@ -309,11 +314,13 @@ def launch_student(
     softcap: float | None,
     collect: bool,
     compared: Tensor | None = None,
+    num_tiles: int = 1,
 ) -> StudentRows:
     """Turn raw student ``logits`` [S * C, V] into ``weight`` [S * C] times their gradient, in place.
 
     Row ``s * C + n`` belongs to teacher row ``n``. With ``collect`` argmax and acceptance are measured too, and with
-    ``compared`` [S * C] also how many ids score above the teacher's argmax and above ``compared``.
+    ``compared`` [S * C] also how many ids score above the teacher's argmax and above ``compared``, of the ids that are
+    equal to them modulo ``num_tiles``.
     """
     count, vocab_size = teacher.logits.shape
     tile = TILE.fitting(vocab_size)
@@ -324,8 +331,8 @@ def launch_student(
         logits, teacher.logits, teacher.lse, teacher.top, weight,
         top if compared is None else compared,  # a pointer is wanted even where it stays unread
         value, accept, top, target_rank, compared_rank,
-        size // count, count, vocab_size, logits.stride(0), teacher.logits.stride(0), scale, softcap or 1.0,
+        size // count, count, vocab_size, num_tiles, logits.stride(0), teacher.logits.stride(0), scale, softcap or 1.0,
         LOSS=loss, CAPPED=softcap is not None, COLLECT=collect, RANK=compared is not None,
-        DEPTH=tile.depth, LANES=tile.lanes, num_warps=tile.num_warps,
+        TILED=num_tiles > 1, DEPTH=tile.depth, LANES=tile.lanes, num_warps=tile.num_warps,
     )  # fmt: skip
     return StudentRows(value, accept, top, target_rank, compared_rank)

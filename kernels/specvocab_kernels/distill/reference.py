@@ -107,11 +107,13 @@ def distill_reference(
     aux_weight: float = 0.1,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
+    temperature: float = 1.0,
+    num_tiles: int = 1,
 ) -> tuple[Tensor, DistillStats]:
     """See ``distill``. Computes in the dtype of its inputs (pass float64 for truth)."""
 
     def log_probs(raw: Tensor) -> Tensor:
-        return torch.log_softmax(cap_logits(raw, logit_scale, logit_softcap), -1).clamp_min(LOG_FLOOR)
+        return torch.log_softmax(cap_logits(raw, logit_scale, logit_softcap) / temperature, -1).clamp_min(LOG_FLOOR)
 
     log_p = log_probs(teacher_hidden @ lm_head.mT).detach()  # [N, V]
     log_q = log_probs(student_hidden @ lm_head.mT)  # [S, N, V]
@@ -123,7 +125,8 @@ def distill_reference(
         aux_losses = LOSSES[loss](log_p, log_probs(approximate))
 
         def rank(ids: Tensor) -> Tensor:
-            return (approximate > approximate.gather(-1, ids[..., None])).sum(-1)
+            of_tile = torch.arange(lm_head.shape[0], device=ids.device) % num_tiles == ids[..., None] % num_tiles
+            return (of_tile & (approximate > approximate.gather(-1, ids[..., None]))).sum(-1)
 
         target_rank, draft_rank = rank(teacher_top.expand_as(student_top)), rank(student_top)
     stats = DistillStats(
