@@ -14,7 +14,7 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from data_gen.chat import check_template_kwargs, tokenizer_digests
-from data_gen.engines import Completion, Engine, SamplingParams, build_engine
+from data_gen.engines import Completion, Engine, Rejected, SamplingParams, build_engine
 from data_gen.prompts import Prompt, prompts_digest
 from data_gen.shards import Manifest, Row, ShardWriter
 from specvocab_model.config import Config, ConfigError
@@ -128,6 +128,9 @@ class StageRunner:
         rows: dict[int, Row] = {}
         seed = _shard_seed(self.config.seed, stage.name, shard)
         for index, completion in self.engine.generate([ids for _, ids in fitting], stage.params, seed=seed):
+            if isinstance(completion, Rejected):
+                raise ConfigError(f"prompt {fitting[index][0].id!r} has no answer ({completion.reason}): "
+                                  f"{completion.detail}; remove it, or start again to try it once more")
             rows[index] = self._row(stage, *fitting[index], completion)
             progress.update()
         return [rows[index] for index in range(len(fitting))]

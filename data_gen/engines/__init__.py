@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from data_gen.engines.base import Completion, Engine, SamplingParams
+from data_gen.engines.base import Completion, Engine, Rejected, SamplingParams
 from data_gen.engines.transformers_engine import TransformersEngine
 from specvocab_model.config import Config
 from specvocab_model.target import Target
 
-__all__ = ["Completion", "Engine", "SamplingParams", "TransformersEngine", "build_engine"]
+__all__ = ["Completion", "Engine", "Rejected", "SamplingParams", "TransformersEngine", "build_engine"]
 
 
 def build_engine(config: Config, device: torch.device) -> Engine:

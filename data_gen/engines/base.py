@@ -26,12 +26,48 @@ class Completion:
     finish_reason: Literal["stop", "length"]  # a stop token (the last id), or max_new_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A prompt that has no completion, however often the engine tried."""
+
+    reason: str  # few and fixed, to count by: "server refused"
+    detail: str  # what happened to this one
+
+
+class BadCompletionError(ValueError):
+    """What an engine was given back cannot be what the target wrote; the message says why."""
+
+
+def check_completion(completion: Completion, params: SamplingParams, vocab_size: int) -> Completion:
+    """``completion`` itself, if it can be the continuation that ``params`` asks for.
+
+    Raises:
+        BadCompletionError: an id outside the vocabulary, a finish reason that the ids contradict, or ids after a stop
+            token.
+    """
+    ids, reason = completion.token_ids, completion.finish_reason
+    if not ids:
+        raise BadCompletionError("no token at all")
+    if bad := [token for token in ids if not 0 <= token < vocab_size]:
+        raise BadCompletionError(f"id {bad[0]} lies outside the vocabulary of {vocab_size}")
+    if inside := [token for token in ids[:-1] if token in params.stop_token_ids]:
+        raise BadCompletionError(f"went on after stop token {inside[0]}")
+    if reason not in ("stop", "length"):
+        raise BadCompletionError(f"finish reason {reason!r} is neither 'stop' nor 'length'")
+    if (ids[-1] in params.stop_token_ids) != (reason == "stop"):
+        raise BadCompletionError(f"finish reason {reason!r}, but the last id is {ids[-1]} and the stop tokens are "
+                                 f"{list(params.stop_token_ids)}")
+    if len(ids) > params.max_new_tokens or (reason == "length" and len(ids) < params.max_new_tokens):
+        raise BadCompletionError(f"{len(ids)} tokens, cut by 'length' at max_new_tokens={params.max_new_tokens}")
+    return completion
+
+
 class Engine(Protocol):
     """Continues prompts with the target."""
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams, *, seed: int
-    ) -> Iterator[tuple[int, Completion]]:
+    ) -> Iterator[tuple[int, Completion | Rejected]]:
         """Yield ``(index into prompts, completion)`` once for every prompt, in the order in which they finish.
 
         The same prompts, parameters and seed give the same completions, where the engine can promise that at all.
