@@ -78,6 +78,7 @@ def read_manifest(folder: Path | str, *, command: str = MAKE_COMMAND) -> Manifes
         ConfigError: the folder is missing, not finished, or of another schema version.
     """
     folder = Path(folder)
+    _refuse_file(folder)
     if not (folder / MANIFEST_FILE).is_file():
         state = "is not finished; continue" if (folder / UNFINISHED_FILE).is_file() else "has no data; make"
         raise ConfigError(f"{folder} {state} it with `{command}`")
@@ -159,6 +160,7 @@ class ShardWriter:
         Raises:
             ConfigError: the folder was made or begun with other settings.
         """
+        _refuse_file(self.folder)
         finished, unfinished = self.folder / MANIFEST_FILE, self.folder / UNFINISHED_FILE
         for file in (finished, unfinished):
             if file.is_file():
@@ -170,7 +172,7 @@ class ShardWriter:
             if stray := sorted(self.folder.glob("shard-*.parquet")):
                 raise ConfigError(f"{self.folder} holds {stray[0].name} but no manifest, so nobody knows how it was "
                                   f"made; delete the folder or name another")
-            _write_json(unfinished, {"schema_version": SCHEMA_VERSION, "settings": self.settings})
+            write_json(unfinished, {"schema_version": SCHEMA_VERSION, "settings": self.settings})
         return None
 
     def missing_shards(self) -> list[int]:
@@ -222,7 +224,7 @@ class ShardWriter:
             finish_reasons=dict(reasons),
             shards=shards,
         )
-        _write_json(self.folder / MANIFEST_FILE, asdict(manifest))
+        write_json(self.folder / MANIFEST_FILE, asdict(manifest))
         # A launcher that was killed may have left workers behind that finish this folder as well.
         (self.folder / UNFINISHED_FILE).unlink(missing_ok=True)
         for temporary in self.folder.glob(".*.tmp"):
@@ -231,13 +233,29 @@ class ShardWriter:
         return manifest
 
     def _check_settings(self, made_with: dict[str, Any]) -> None:
-        before = _flat(made_with["settings"]) | {"schema_version": made_with["schema_version"]}
-        now = _flat(self.settings) | {"schema_version": SCHEMA_VERSION}
-        differing = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
-        if differing:
-            listed = ", ".join(f"{key} was {before.get(key)!r} and is now {now.get(key)!r}" for key in differing)
-            raise ConfigError(f"{self.folder} was made with other settings: {listed}. Set them back, give another "
-                              f"folder, or make it anew after `rm -r {shlex.quote(str(self.folder))}`")
+        before = made_with["settings"] | {"schema_version": made_with["schema_version"]}
+        check_made_with(self.folder, before, self.settings | {"schema_version": SCHEMA_VERSION})
+
+
+def check_made_with(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Compare the nested settings that ``folder`` was made with and those that are asked for.
+
+    Raises:
+        ConfigError: naming all that differ.
+    """
+    before, now = _flat(before), _flat(now)
+    differing = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
+    if differing:
+        listed = ", ".join(f"{key} was {before.get(key)!r} and is now {now.get(key)!r}" for key in differing)
+        raise ConfigError(f"{folder} was made with other settings: {listed}. Set them back, give another "
+                          f"folder, or make it anew after `rm -r {shlex.quote(str(folder))}`")
+
+
+def _refuse_file(folder: Path) -> None:
+    """Raises ConfigError where ``folder`` or a folder that it should lie in is a file."""
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is a file; name a folder, in which {MANIFEST_FILE} and the shards lie")
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -267,7 +285,8 @@ def _appearing_whole(path: Path) -> Iterator[IO[bytes]]:
         os.close(directory)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write ``content`` so that the file exists whole or not at all."""
     with _appearing_whole(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
 

@@ -33,6 +33,7 @@ from train.packing import (
     PackedDataset,
     StepSampler,
     any_supervised,
+    check_rows,
     document_lengths,
     split_documents,
     step_loader,
@@ -204,6 +205,7 @@ def build_loader(
     rows = load_rows(Path(path))
     if len(rows) == 0:
         raise ConfigError(f"{path} has no rows; generate from more prompts, or raise generation.validation_fraction")
+    check_rows(rows, path, target.spec.vocab_size)
     lengths = document_lengths(rows)
     too_long = int((lengths > config.data.seq_len).sum())
     if too_long and accelerator.is_main_process:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from specvocab_model.config import ConfigError
+
 if TYPE_CHECKING:
     from datasets import Dataset as Rows
 
@@ -157,13 +159,13 @@ class PackedDataset(Dataset[list[Batch]]):
     """Assembles the micro-batches of a step; the index is the step's plan, so workers need no state.
 
     Args:
-        rows: the data set, memory-mapped, with ``input_ids``, ``loss_mask`` and ``id``.
+        rows: the data set as ``load_rows`` gives it, memory-mapped, with ``input_ids``, ``loss_mask`` and ``id``.
         trim: cut the columns that are padding in every row, and leave out rows that are all padding. Saves work
             where shapes are free (CPU); a GPU runs faster when every micro-batch has the same shape.
     """
 
     def __init__(self, rows: Rows, *, seq_len: int, micro_batch_size: int, pad_token_id: int, trim: bool) -> None:
-        self.rows = rows.with_format("numpy", columns=["input_ids", "loss_mask", "id"])
+        self.rows = rows
         self.seq_len = seq_len
         self.micro_batch_size = micro_batch_size
         self.pad_token_id = pad_token_id
@@ -180,17 +182,18 @@ class PackedDataset(Dataset[list[Batch]]):
         position_ids = np.zeros((height, width), dtype=np.int64)
         document_ids = np.full((height, width), PADDING_DOCUMENT, dtype=np.int64)
         loss_mask = np.zeros((height, width), dtype=np.int64)
+        # Straight from the mapped arrow columns: formatting a row of `datasets` takes 0.4 ms.
+        all_ids, all_masks, names = (self.rows.data.column(name) for name in ("input_ids", "loss_mask", "id"))
         row_ids = []
         for index in range(height):
             end = 0
-            for document, (row, first, length) in enumerate(packed[index] if index < len(packed) else ()):
-                source = self.rows[int(row)]
+            for document, (row, first, length) in enumerate(packed[index].tolist() if index < len(packed) else ()):
                 place = (index, slice(end, end + length))
-                input_ids[place] = source["input_ids"][first : first + length]
-                loss_mask[place] = source["loss_mask"][first : first + length]
+                input_ids[place] = all_ids[row].values.to_numpy()[first : first + length]
+                loss_mask[place] = all_masks[row].values.to_numpy()[first : first + length]
                 position_ids[place] = np.arange(length)
                 document_ids[place] = document
-                row_ids.append(str(source["id"]))
+                row_ids.append(str(names[row]))
                 end += length
             position_ids[index, end:] = np.arange(width - end)
         return Batch(
@@ -206,6 +209,31 @@ class PackedDataset(Dataset[list[Batch]]):
 def document_lengths(rows: Rows) -> np.ndarray:
     """Tokens of each data set row, int64 [N], without reading the tokens."""
     return pc.list_value_length(rows.data.column("input_ids")).to_numpy().astype(np.int64)
+
+
+def check_rows(rows: Rows, path: str, vocab_size: int) -> None:
+    """Refuse rows that would fail, or train on the wrong tokens, somewhere in the middle of a run.
+
+    Reads every token once, at the speed of the disk: seconds for 10^8 tokens.
+
+    Raises:
+        ConfigError: a ``loss_mask`` is not as long as its ``input_ids``, or an id lies outside ``[0, vocab_size)``.
+    """
+    columns = {name: rows.data.column(name) for name in ("input_ids", "loss_mask")}
+    ids, masks = (pc.list_value_length(column).to_numpy() for column in columns.values())
+    if len(differing := np.flatnonzero(ids != masks)):
+        row = int(differing[0])
+        raise ConfigError(f"{path}: row {rows[row]['id']!r} has {ids[row]} input_ids but {masks[row]} entries in "
+                          f"loss_mask ({len(differing)} such rows); make the data anew")
+    first = 0
+    for chunk in columns["input_ids"].chunks:
+        bounds = pc.min_max(chunk.flatten()).as_py()
+        if len(chunk.flatten()) and not 0 <= bounds["min"] <= bounds["max"] < vocab_size:
+            row = next(row for row in range(first, first + len(chunk))
+                       if not all(0 <= token < vocab_size for token in rows[row]["input_ids"]))
+            raise ConfigError(f"{path}: row {rows[row]['id']!r} has ids outside [0, {vocab_size}), the rows of the "
+                              f"target's lm_head; the data belong to another target, or are damaged: make them anew")
+        first += len(chunk)
 
 
 def any_supervised(rows: Rows, pieces: np.ndarray) -> bool:

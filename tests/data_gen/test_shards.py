@@ -165,6 +165,14 @@ def test_reading_what_is_not_there(tmp_path):
         read_manifest(tmp_path)
 
 
+@pytest.mark.parametrize("below", ["", "data/train"])
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path, below):
+    (tmp_path / "file").touch()
+    for use in (read_manifest, load_rows, lambda folder: writer(folder).open()):
+        with pytest.raises(ConfigError, match=r"/file is a file; name a folder"):
+            use(tmp_path / "file" / below)
+
+
 def test_a_shard_that_is_not_as_described_is_refused(tmp_path):
     finish(writer(tmp_path), rows_for(10))
     shard = tmp_path / "shard-00001.parquet"

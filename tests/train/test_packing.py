@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_gen.rows import SCHEMA
+from data_gen.shards import ShardWriter
+from specvocab_model.config import ConfigError
 from train.packing import (
     PADDING_DOCUMENT,
     PackedDataset,
     StepSampler,
     any_supervised,
+    check_rows,
     document_lengths,
     pack,
     split_documents,
@@ -50,6 +59,15 @@ def test_every_token_is_packed_once_and_no_row_overflows(lengths, seed):
     tokens = [(row, first + offset) for piece in packed for row, first, length in piece for offset in range(length)]
     assert sorted(tokens) == [(row, at) for row, length in enumerate(lengths) for at in range(length)]
     assert all(row[:, 2].sum() <= SEQ_LEN for row in packed)
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 1000), seq_len=st.sampled_from([2048, 4096]), median=st.integers(60, 900),
+       sigma=st.floats(0.3, 1.3))
+def test_chat_like_lengths_leave_at_most_3_percent_of_padding(seed, seq_len, median, sigma):
+    lengths = np.random.default_rng(seed).lognormal(np.log(median), sigma, size=5000).astype(np.int64) + 4
+    packed = pack(split_documents(lengths, seq_len), seq_len, np.random.default_rng(seed))
+    assert 1 - lengths.sum() / (len(packed) * seq_len) <= 0.03
 
 
 @given(lengths=LENGTHS)
@@ -159,6 +177,95 @@ def test_loader_with_workers_gives_what_the_dataset_gives_and_leaves_the_random_
 
 def test_lengths_are_read_from_the_offsets():
     assert document_lengths(rows_of([4, 1, 70])).tolist() == [4, 1, 70]
+
+
+MEASURE = """
+import sys
+import numpy as np
+from datasets import disable_progress_bars
+from data_gen.shards import load_rows
+from train.packing import PackedDataset, StepSampler, check_rows, document_lengths, split_documents
+
+def own_memory():  # MiB, without the pages of mapped files, which the kernel takes back when it needs them
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) / 2**10
+
+disable_progress_bars()
+"""
+
+
+def measured(code: str, *arguments: object) -> list[float]:
+    """The numbers that ``code`` prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", MEASURE + code, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [float(number) for number in done.stdout.split()]
+
+
+def test_an_epoch_over_half_a_million_documents_is_planned_in_little_memory():
+    code = """
+lengths = np.random.default_rng(0).lognormal(5.4, 0.8, size=500_000).astype(np.int64) + 4
+before = own_memory()
+sampler = StepSampler(split_documents(lengths, 4096), 4096, seed=0, rank=0, world_size=1, micro_batch_size=1,
+                      accumulation=1)
+epoch = list(sampler)
+print(own_memory() - before, int(sum(len(row) for ((row,),) in epoch) >= len(lengths)))
+"""
+    grown, complete = measured(code)
+    assert complete and grown < 512
+
+
+@pytest.mark.slow
+def test_data_larger_than_the_memory_for_it_are_streamed(tmp_path):
+    """80 MiB on disk (zstd leaves random numbers as they are), 200 MiB of arrays, within 40 MiB of memory."""
+    rng, per_shard = np.random.default_rng(0), 10_000
+    for shard in range(10):
+        ends = np.arange(per_shard + 1, dtype=np.int32) * 400
+        lists = {name: pa.ListArray.from_arrays(ends, rng.integers(0, top, ends[-1], dtype=kind))
+                 for name, top, kind in (("input_ids", 50_000, np.int32), ("loss_mask", 2, np.int8))}
+        constant = {"source": "s", "num_loss_tokens": 1, "finish_reason": "length", "messages": None}
+        columns = {name: [value] * per_shard for name, value in constant.items()}
+        ids = [f"{shard}-{row}" for row in range(per_shard)]
+        pq.write_table(pa.table({"id": ids, **lists, **columns}).select(SCHEMA.names).cast(SCHEMA),
+                       tmp_path / f"shard-{shard:05d}.parquet", compression="zstd")
+    ShardWriter(tmp_path, target="t", settings={}, num_prompts=10 * per_shard, rows_per_shard=per_shard,
+                vocab_size=50_000, stop_token_ids=()).finalise()
+    code = """
+rows = load_rows(sys.argv[1])
+next(iter(PackedDataset(rows, seq_len=4096, micro_batch_size=1, pad_token_id=0, trim=False)[[[]]]))
+before = own_memory()
+check_rows(rows, "", 50_000)
+sampler = StepSampler(split_documents(document_lengths(rows), 4096), 4096, seed=0, rank=0, world_size=1,
+                      micro_batch_size=1, accumulation=1)
+dataset = PackedDataset(rows, seq_len=4096, micro_batch_size=1, pad_token_id=0, trim=False)
+highest = num_tokens = 0
+for plan in sampler:
+    num_tokens += sum(int((batch.document_ids >= 0).sum()) for batch in dataset[plan])
+    highest = max(highest, own_memory())
+print(highest - before, num_tokens)
+"""
+    grown, num_tokens = measured(code, tmp_path)
+    assert num_tokens == 10 * per_shard * 400 and grown < 40
+
+
+def broken(**changes: list) -> Dataset:
+    columns = {"id": ["a", "b", "c"], "input_ids": [[1], [], [2, 7]], "loss_mask": [[0], [], [0, 1]]}
+    return Dataset.from_dict(columns | changes)
+
+
+def test_sound_rows_pass():
+    check_rows(broken(), "data", 8)
+    check_rows(broken().select(range(0)), "data", 8)
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"loss_mask": [[0], [], [0]]}, "row 'c' has 2 input_ids but 1 entries in loss_mask .1 such rows"),
+    ({"input_ids": [[1], [], [2, 8]]}, r"row 'c' has ids outside \[0, 8\)"),
+    ({"input_ids": [[-1], [], [2, 7]]}, r"row 'a' has ids outside \[0, 8\)"),
+])
+def test_rows_that_contradict_themselves_or_the_target_are_refused(changes, reason):
+    parts = [broken(), broken(**changes)]
+    with pytest.raises(ConfigError, match=f"^data: {reason}"):
+        check_rows(concatenate_datasets(parts), "data", 8)
 
 
 @pytest.mark.parametrize(("mask", "seq_len", "expected"), [
