@@ -4,6 +4,7 @@
     python scripts/bench_train.py --target both --seq-len 4096     # also with the target's forward
     python scripts/bench_train.py --tiny                           # seconds, any machine: shows that it runs
 
+With TORCHINDUCTOR_COMPILE_THREADS=1, or the compiler's processes take the host's time from the first rows.
 A step is what train/loop.py does on one card: plan, (target forward,) draft forward, backward, clip, AdamW. Every row
 is packed with ``--documents`` documents whose last ``--valid`` share is supervised. MFU counts the products the step
 needs (train/metrics.py) over the card's data-sheet peak.
