@@ -11,6 +11,8 @@ scripts, and neither of the first two may import the other.
 from __future__ import annotations
 
 import math
+import os
+import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,6 +27,7 @@ CONFIG_DIR = str(Path(__file__).resolve().parent.parent / "configs")
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS = ("full", "speculative")
 LOSSES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid")
+ENGINES = ("transformers", "openai")
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3")
 
 _SET_IT = "choose an experiment (+experiment=NAME) or set it (key=value)"
@@ -140,6 +143,13 @@ class GenerationConfig:
     """Prompts and the target's own answers to them."""
 
     engine: str = "transformers"
+    base_urls: list[str] = field(default_factory=list)  # of the openai engine: http://host:8000, one for each server
+    served_model: str | None = None  # the servers' name for the target; null: target.model
+    server_concurrency: int = 256  # requests under way at one time, for each server and process
+    server_timeout: float = 900.0  # seconds of one request
+    server_attempts: int = 6  # for each prompt; then it is rejected
+    server_patience: float = 900.0  # seconds without any server, then the command ends
+    server_api_key_env: str | None = None  # the environment variable that holds the servers' API key
     prompt_files: list[str] = field(default_factory=list)  # jsonl: {"messages": [...]} or {"prompt": "..."}
     magpie_prompts: int = 0  # user turns the target invents from its own chat template
     magpie_temperature: float = 1.0
@@ -155,7 +165,8 @@ class GenerationConfig:
     rows_per_shard: int = 2048  # at most; few prompts are spread over more shards, so that every rank has some
 
     def __post_init__(self) -> None:
-        _one_of("generation.engine", self.engine, ("transformers",))
+        _one_of("generation.engine", self.engine, ENGINES)
+        self._check_servers()
         _fraction("generation.validation_fraction", self.validation_fraction)
         _fraction("generation.top_p", self.top_p)
         for name in ("magpie_prompts", "temperature", "top_k", "magpie_temperature"):
@@ -170,6 +181,23 @@ class GenerationConfig:
         if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
             raise ConfigError(f"generation.temperature=0 is greedy and cannot be combined with "
                               f"top_p={self.top_p}, top_k={self.top_k}; set a temperature or drop them")
+
+    def _check_servers(self) -> None:
+        if (self.engine == "openai") != bool(self.base_urls):
+            raise ConfigError(f"generation.engine={self.engine!r} with generation.base_urls={self.base_urls}: the "
+                              "openai engine needs the URLs of its servers, and no other engine has any")
+        if wrong := [url for url in self.base_urls if not re.match(r"https?://[^/\s]", url)]:
+            raise ConfigError(f"generation.base_urls holds {wrong[0]!r}; give URLs such as http://localhost:8000")
+        if len(set(self.base_urls)) < len(self.base_urls):
+            raise ConfigError(f"generation.base_urls={self.base_urls} names a server twice; "
+                              "raise server_concurrency to send it more requests")
+        for name in ("server_concurrency", "server_attempts"):
+            _at_least(f"generation.{name}", getattr(self, name), 1)
+        for name in ("server_timeout", "server_patience"):
+            _at_least(f"generation.{name}", getattr(self, name), 0.1)
+        if self.server_api_key_env and self.server_api_key_env not in os.environ:
+            raise ConfigError(f"generation.server_api_key_env={self.server_api_key_env!r} is no environment variable; "
+                              "export it, or drop the override")
 
 
 @dataclass(kw_only=True, slots=True)

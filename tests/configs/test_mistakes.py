@@ -43,6 +43,11 @@ MISTAKES = {
     **{f"no {size}": ([HERE, f"draft.{size}=0"], f"draft.{size}=0 must be at least 1")
        for size in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
                     "max_position_embeddings")},
+    "a server for no engine": ([HERE, "generation.base_urls=[http://a]"], "no other engine has any"),
+    "no server for the engine": ([HERE, "generation.engine=openai"], "the openai engine needs the URLs of its servers"),
+    "a host for a URL": ([HERE, "generation=server", "generation.base_urls=[host:8000]"], "give URLs such as http://"),
+    "one server twice": ([HERE, "generation=server", "generation.base_urls=[http://a,http://a]"], "names a server twice"),
+    "no such API key": ([HERE, "generation=server", "generation.server_api_key_env=SPECVOCAB_NO"], "export it, or drop"),
     "greedy with top-p": ([HERE, "generation.top_p=0.9"], "generation.temperature=0 is greedy"),
     "top-p of nothing": ([HERE, "generation.top_p=0", "generation.temperature=1"], "top_p=0 leaves no token"),
     "greedy magpie": ([HERE, "generation.magpie_temperature=0"], "would invent the same prompt every time"),
