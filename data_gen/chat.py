@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from data_gen.prompts import Message
-from specvocab_model.config import ConfigError
+from specvocab_model.chat_template import check_template_kwargs, render
 
 SENTINEL = "specvocab-user-content"
 
@@ -38,7 +34,10 @@ class UserTurn:
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Token ids of a conversation up to where the assistant's answer begins.
 
@@ -46,6 +45,7 @@ def encode_prompt(
 
     Args:
         template_kwargs: variables of the chat template (``target.chat_template_kwargs``).
+        tools: definitions of the tools that the assistant may call.
 
     Raises:
         ValueError: the chat template refuses the conversation, or does not know one of the variables.
@@ -53,35 +53,7 @@ def encode_prompt(
     check_template_kwargs(tokenizer, template_kwargs or {})
     if tokenizer.chat_template is None:
         return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
-    return _apply_template(tokenizer, messages, template_kwargs, tokenize=True)
-
-
-def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        ConfigError: the chat template never mentions one of the variables; rendering would ignore it.
-    """
-    for name in template_kwargs:
-        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template or "")):
-            raise ConfigError(f"target.chat_template_kwargs sets {name!r}, which the target's chat template never "
-                              "reads; remove it, or look for its right name in the template")
-
-
-def _apply_template(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    template_kwargs: Mapping[str, Any] | None,
-    *,
-    tokenize: bool,
-) -> Any:
-    """The conversation up to the answer: ids, or text if not ``tokenize``."""
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages), tokenize=tokenize, add_generation_prompt=True, return_dict=False, **(template_kwargs or {})
-        )
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses roles {[message['role'] for message in messages]}: "
-                         f"{error}") from error
+    return render(tokenizer, messages, template_kwargs, tools=tools)
 
 
 def user_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None) -> UserTurn:
@@ -96,7 +68,7 @@ def user_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, 
     """
     if tokenizer.chat_template is None:
         raise ValueError("inventing user turns needs a chat template, and this tokenizer has none")
-    rendered = _apply_template(tokenizer, [{"role": "user", "content": SENTINEL}], template_kwargs, tokenize=False)
+    rendered = render(tokenizer, [{"role": "user", "content": SENTINEL}], template_kwargs, tokenize=False)
     parts = rendered.split(SENTINEL)
     if len(parts) != 2:
         raise ValueError(f"the chat template shows a user's words {len(parts) - 1} times instead of once")
@@ -109,12 +81,3 @@ def user_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, 
     if first in tokenizer.added_tokens_decoder:
         return UserTurn(header_ids=header, end_text=tokenizer.added_tokens_decoder[first].content, end_token_id=first)
     return UserTurn(header_ids=header, end_text=footer.splitlines()[0], end_token_id=None)
-
-
-def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Hashes of the vocabulary and of the chat template, which any version of the libraries computes alike."""
-    parts: dict[str, Any] = {
-        "vocabulary_sha256": tokenizer.get_vocab(),
-        "chat_template_sha256": tokenizer.chat_template,
-    }
-    return {name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for name, part in parts.items()}

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data_gen.answers import Generate, Progress
 from data_gen.chat import UserTurn, user_turn
-from data_gen.engines import SamplingParams
-from data_gen.prompts import Prompt
+from data_gen.engines import Completion, Rejected, SamplingParams
+from data_gen.prompts import Prompt, prompts_digest
+from data_gen.rows import Row, ShardRows, Skipped
 from data_gen.shards import load_rows
 from data_gen.stage import Stage, StageRunner
 from specvocab_model.config import ConfigError
@@ -45,19 +47,52 @@ def magpie_stage(runner: StageRunner, turn: UserTurn) -> Stage:
     """Rows of what the user says, in a folder beside the training data."""
     config = runner.config
     train_path = Path(config.data.train_path)
+    prompts = [Prompt(id=f"magpie-{index:07d}", source="magpie", category="magpie", messages=())
+               for index in range(config.generation.magpie_prompts)]
+    stop_token_ids = turn.stop_token_ids(runner.spec.eos_token_ids)
+
+    def write(prompts: Sequence[Prompt], generate: Generate, progress: Progress) -> ShardRows:
+        finished: dict[int, Completion | Rejected] = {}
+        for index, completion in generate([turn.header_ids] * len(prompts), 0):
+            finished[index] = completion
+            progress()
+        shard = ShardRows()
+        for index, prompt in enumerate(prompts):
+            _add(shard, prompt, turn.header_ids, finished[index], runner.tokenizer)
+        return shard
+
     return Stage(
         name="magpie",
         folder=train_path.with_name(f"{train_path.name}-magpie"),
-        prompts=[Prompt(id=f"magpie-{index:07d}", source="magpie", category="magpie", messages=())
-                 for index in range(config.generation.magpie_prompts)],
-        encode=lambda _: turn.header_ids,
+        prompts=prompts,
+        prompts_sha256=prompts_digest((prompt.id, prompt.digest) for prompt in prompts),
+        write=write,
         params=SamplingParams(
             max_new_tokens=config.generation.magpie_max_new_tokens,
-            stop_token_ids=turn.stop_token_ids(runner.spec.eos_token_ids),
+            stop_token_ids=stop_token_ids,
             temperature=config.generation.magpie_temperature,
         ),
-        role="user",
+        stop_token_ids=stop_token_ids,
     )
+
+
+def _add(
+    shard: ShardRows, prompt: Prompt, header_ids: list[int], completion: Completion | Rejected,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """What the target wrote after a user turn's header becomes a row, or is noted as skipped."""
+    if isinstance(completion, Rejected):
+        shard.skipped.append(Skipped(id=prompt.id, turn=1, reason=completion.reason, detail=completion.detail))
+        return
+    text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    shard.rows.append(Row(
+        id=prompt.id,
+        source=prompt.source,
+        input_ids=header_ids + completion.token_ids,
+        loss_mask=[0] * len(header_ids) + [1] * len(completion.token_ids),
+        finish_reason=completion.finish_reason,
+        messages=[{"role": "user", "content": text}],
+    ))
 
 
 def invented_prompts(

@@ -9,18 +9,21 @@ where it was, on any number of processes.
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
 
-from data_gen.chat import encode_prompt
+from data_gen.answers import AnswerKeeper, AnswerWriter
+from data_gen.collect import TRAIN_FILE, VALIDATION_FILE, collect, prompts_folder, read_counts
 from data_gen.engines import SamplingParams
 from data_gen.magpie import invent_prompts
-from data_gen.prompts import Prompt, hold_out, load_prompts, split_prompts, unique_prompts
-from data_gen.stage import Stage, StageRunner
+from data_gen.prompt_store import PromptStore
+from data_gen.prompts import load_prompts
+from data_gen.sources import check_sources
+from data_gen.stage import RowWriter, Stage, StageRunner
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError
 
@@ -36,70 +39,73 @@ def main(config: Config) -> None:
 
 
 def generate(runner: StageRunner) -> None:
-    """Collect the prompts and have the target answer them.
+    """Collect the prompts and make rows of them.
 
     Raises:
         ConfigError: something is missing, or a folder holds data of other settings.
     """
-    train, validation = split(runner.config, collect_prompts(runner))
-    runner.run(answers(runner, "train", runner.config.data.train_path, train))
-    runner.run(answers(runner, "validation", runner.config.data.validation_path, validation))
+    choose_prompts(runner)
+    runner.run(answers(runner, "train", runner.config.data.train_path, TRAIN_FILE))
+    runner.run(answers(runner, "validation", runner.config.data.validation_path, VALIDATION_FILE))
 
 
-def collect_prompts(runner: StageRunner) -> list[Prompt]:
-    """The prompts of the files, then those that the target invents, each once and none of the evaluation's.
+def choose_prompts(runner: StageRunner) -> None:
+    """Have the target invent prompts, then choose among these and those of the sources, once for all ranks.
 
     Raises:
-        ConfigError: there are none, or a file is missing or not as it should be.
+        ConfigError: there are none, or a source is missing or not as it should be.
     """
     generation = runner.config.generation
-    if not generation.prompt_files and not generation.magpie_prompts:
-        raise ConfigError("no prompts: give generation.prompt_files or set generation.magpie_prompts")
+    if not generation.prompt_files and not generation.sources and not generation.magpie_prompts:
+        raise ConfigError("no prompts: give generation.prompt_files or generation.sources, or set "
+                          "generation.magpie_prompts")
+    check_sources(generation)
     evaluation = load_prompts(runner.config.eval.prompts)
-    written = list(chain.from_iterable(map(load_prompts, generation.prompt_files)))
-    counts = {"read": len(written)}
-    invented: list[Prompt] = []
-    if generation.magpie_prompts:
-        invented, dropped = invent_prompts(runner)
-        counts |= {"invented": len(invented)} | {f"invented but {reason}": count for reason, count in dropped.items()}
-    prompts, counts["duplicates dropped"] = unique_prompts(written + invented)
-    prompts, counts["held out for evaluation"] = hold_out(prompts, evaluation)
-    counts["follow-up turns not asked"] = sum(len(prompt.follow_ups) for prompt in prompts)
-    runner.report("prompts: " + ", ".join(f"{count} {what}" for what, count in counts.items() if count))
-    return prompts[: generation.num_prompts]
+    invented, dropped = invent_prompts(runner) if generation.magpie_prompts else ([], Counter[str]())
+    if runner.state.is_main_process:
+        counts = collect(runner.config, invented, dropped, evaluation)
+        runner.report("prompts: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
+    runner.state.wait_for_everyone()
 
 
-def split(config: Config, prompts: list[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and validation prompts.
+def answers(runner: StageRunner, name: str, folder: str, file: str) -> Stage:
+    """The stage that makes the rows of one side of the split.
 
     Raises:
-        ConfigError: one side is empty though it was asked for.
+        ConfigError: answers are to be kept, and there is no chat template to find them by.
     """
-    fraction = config.generation.validation_fraction
-    train, validation = split_prompts(prompts, fraction)
-    if not train or (fraction > 0 and not validation):
-        raise ConfigError(f"generation.validation_fraction={fraction} leaves {len(train)} prompts for training and "
-                          f"{len(validation)} for validation; give more prompts, or another fraction")
-    return train, validation
-
-
-def answers(runner: StageRunner, name: str, folder: str, prompts: list[Prompt]) -> Stage:
-    generation = runner.config.generation
+    config, generation = runner.config, runner.config.generation
+    keep = generation.responses == "keep"
+    if keep and runner.tokenizer.chat_template is None:
+        raise ConfigError(f"generation.responses=keep needs a chat template, and {config.target.model!r} has none; use "
+                          "regenerate")
+    prompts = PromptStore(prompts_folder(config) / file)
+    stop_token_ids = runner.spec.eos_token_ids
+    writer: RowWriter = AnswerWriter(config, runner.tokenizer)
+    if keep:
+        writer = AnswerKeeper(config, runner.tokenizer, stop_token_ids)
     return Stage(
         name=name,
         folder=Path(folder),
         prompts=prompts,
-        encode=lambda prompt: encode_prompt(
-            runner.tokenizer, prompt.conversation(), runner.config.target.chat_template_kwargs
-        ),
-        params=SamplingParams(
+        prompts_sha256=prompts.digest,
+        write=writer,
+        params=None if keep else SamplingParams(
             max_new_tokens=generation.max_new_tokens,
-            stop_token_ids=runner.spec.eos_token_ids,
+            stop_token_ids=stop_token_ids,
             temperature=generation.temperature,
             top_k=generation.top_k,
             top_p=generation.top_p,
         ),
-        role="assistant",
+        stop_token_ids=stop_token_ids,
+        settings={"answers": {
+            "responses": generation.responses,
+            "thinking_share": generation.thinking_share,
+            "min_tokens": generation.min_response_tokens,
+            "max_tokens": generation.max_new_tokens,
+            "max_repetition": generation.max_repetition,
+        }},
+        collected=read_counts(config),
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pyarrow as pa
 
 FINISH_REASONS = ("stop", "length")
+SKIPPED_KEY = b"skipped"  # of a shard's metadata
 SCHEMA = pa.schema([
     ("id", pa.string()),
     ("source", pa.string()),
@@ -29,21 +31,49 @@ class Row:
     source: str
     input_ids: list[int]  # [T]
     loss_mask: list[int]  # [T], 1 where the target wrote the token, its final stop token included
-    finish_reason: str  # "stop": ends in a stop token; "length": cut
-    messages: list[dict[str, str]] | None = None
+    finish_reason: str  # of the last response: "stop": ends in a stop token; "length": cut
+    messages: list[dict[str, Any]] | None = None
 
     @property
     def num_loss_tokens(self) -> int:
         return sum(self.loss_mask)
 
 
-def table_of(rows: Sequence[Row]) -> pa.Table:
-    """Rows as an arrow table of ``SCHEMA``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """What became no row: a line, a prompt, or a conversation from one of its turns on."""
+
+    id: str  # of the prompt, or where it stands: "chat.jsonl, line 3"
+    reason: str  # few and fixed, to count by
+    detail: str = ""
+    turn: int = 0  # 0: all of it; k: the answers before the k-th are kept
+    by_choice: bool = False  # left out by a limit that was set; else it counts towards generation.max_rejected_share
+
+
+@dataclass(slots=True)
+class ShardRows:
+    """What the prompts of one shard became."""
+
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+def table_of(rows: Sequence[Row], skipped: Sequence[Skipped] = ()) -> pa.Table:
+    """Rows as an arrow table of ``SCHEMA``; what was skipped travels in its metadata, so that neither is without the
+    other."""
     records = []
     for row in rows:
         messages = None if row.messages is None else json.dumps(row.messages, ensure_ascii=False)
         records.append({**asdict(row), "num_loss_tokens": row.num_loss_tokens, "messages": messages})
-    return pa.Table.from_pylist(records, SCHEMA)
+    table = pa.Table.from_pylist(records, SCHEMA)
+    if not skipped:
+        return table
+    return table.replace_schema_metadata({SKIPPED_KEY: json.dumps([asdict(each) for each in skipped])})
+
+
+def skipped_in(schema: pa.Schema) -> list[Skipped]:
+    """What ``table_of`` was given beside the rows."""
+    return [Skipped(**each) for each in json.loads((schema.metadata or {}).get(SKIPPED_KEY, b"[]"))]
 
 
 def validate_row(row: Row, *, vocab_size: int, stop_token_ids: frozenset[int]) -> None:

@@ -17,15 +17,15 @@ import shlex
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 
-from data_gen.rows import FINISH_REASONS, SCHEMA, Row, table_of, validate_row
+from data_gen.rows import FINISH_REASONS, SCHEMA, Row, Skipped, skipped_in, table_of, validate_row
 from specvocab_model.config import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 UNFINISHED_FILE = "manifest.unfinished.json"
+REJECTED_FILE = "rejected.jsonl"  # what was skipped, and why
 STALE_SECONDS = 3600  # a temporary file is written in seconds; after an hour its writer is dead
 MAKE_COMMAND = "python data_gen/main.py +experiment=NAME"
 
@@ -56,12 +57,14 @@ class Manifest:
     schema_version: int
     target: str  # the name it was loaded by
     settings: dict[str, Any]  # everything the rows depend on; see ShardWriter
-    num_prompts: int  # more than num_rows where prompts were too long
+    num_prompts: int
     num_rows: int
     num_tokens: int
     num_loss_tokens: int
     finish_reasons: dict[str, int]  # rows by finish reason
     shards: list[Shard]
+    skipped: dict[str, int] = field(default_factory=dict)  # prompts, or their later turns, by reason
+    collected: dict[str, int] = field(default_factory=dict)  # how many prompts were read and chosen, by what happened
 
     @property
     def target_fingerprint(self) -> str:
@@ -125,6 +128,7 @@ class ShardWriter:
         rows_per_shard: int,
         vocab_size: int,
         stop_token_ids: Sequence[int],
+        collected: dict[str, int] | None = None,
     ) -> None:
         """
         Args:
@@ -133,6 +137,7 @@ class ShardWriter:
             num_prompts: shard ``i`` holds the answers to prompts ``[i * rows_per_shard, (i + 1) * rows_per_shard)``.
             vocab_size: rows of the target's ``lm_head``; every id must be smaller.
             stop_token_ids: ids that end a response, and appear nowhere else in it.
+            collected: counts about the choice of the prompts, for the manifest alone.
         """
         self.folder = Path(folder)
         self.target = target
@@ -141,6 +146,7 @@ class ShardWriter:
         self.rows_per_shard = rows_per_shard
         self.vocab_size = vocab_size
         self.stop_token_ids = frozenset(stop_token_ids)
+        self.collected = collected or {}
 
     @property
     def num_shards(self) -> int:
@@ -178,30 +184,32 @@ class ShardWriter:
     def missing_shards(self) -> list[int]:
         return [index for index in range(self.num_shards) if not self.path(index).exists()]
 
-    def write(self, index: int, rows: Sequence[Row]) -> None:
-        """Write shard ``index``.
+    def write(self, index: int, rows: Sequence[Row], skipped: Sequence[Skipped] = ()) -> None:
+        """Write shard ``index``: the rows of its prompts, and what became none.
 
         Raises:
             ValueError: a row contradicts itself or the target.
         """
         for row in rows:
             validate_row(row, vocab_size=self.vocab_size, stop_token_ids=self.stop_token_ids)
-        with _appearing_whole(self.path(index)) as file:
-            pq.write_table(table_of(rows), file, compression="zstd")
+        with appearing_whole(self.path(index)) as file:
+            pq.write_table(table_of(rows, skipped), file, compression="zstd")
 
     def finalise(self) -> Manifest:
         """Write the manifest; called by one rank when all shards are there.
 
         Raises:
-            ValueError: two rows have the same id.
+            ConfigError: two rows have the same id.
         """
         ids: Counter[str] = Counter()
         reasons = Counter(dict.fromkeys(FINISH_REASONS, 0))
         num_tokens = 0
         shards = []
+        skipped: list[Skipped] = []
         for path in map(self.path, range(self.num_shards)):
             table = pq.read_table(path, columns=["id", "input_ids", "num_loss_tokens", "finish_reason"])
             ids.update(table["id"].to_pylist())
+            skipped += skipped_in(table.schema)
             reasons.update(table["finish_reason"].to_pylist())
             num_tokens += sum(len(chunk.flatten()) for chunk in table["input_ids"].chunks)
             shards.append(Shard(
@@ -212,7 +220,8 @@ class ShardWriter:
                 sha256=_sha256(path),
             ))
         if doubled := [row_id for row_id, count in ids.items() if count > 1]:
-            raise ValueError(f"{self.folder}: {len(doubled)} row ids appear more than once, first {doubled[0]!r}")
+            raise ConfigError(f"{self.folder}: {len(doubled)} row ids appear more than once, first {doubled[0]!r}; "
+                              "give the prompts other ids")
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
             target=self.target,
@@ -223,7 +232,11 @@ class ShardWriter:
             num_loss_tokens=sum(shard.num_loss_tokens for shard in shards),
             finish_reasons=dict(reasons),
             shards=shards,
+            skipped=dict(Counter(each.reason for each in skipped).most_common()),
+            collected=self.collected,
         )
+        if skipped:
+            write_jsonl(self.folder / REJECTED_FILE, skipped)
         write_json(self.folder / MANIFEST_FILE, asdict(manifest))
         # A launcher that was killed may have left workers behind that finish this folder as well.
         (self.folder / UNFINISHED_FILE).unlink(missing_ok=True)
@@ -267,7 +280,7 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @contextmanager
-def _appearing_whole(path: Path) -> Iterator[IO[bytes]]:
+def appearing_whole(path: Path) -> Iterator[IO[bytes]]:
     """Write ``path`` so that it exists with all its content or not at all, even if the machine loses power."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -287,8 +300,15 @@ def _appearing_whole(path: Path) -> Iterator[IO[bytes]]:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write ``content`` so that the file exists whole or not at all."""
-    with _appearing_whole(path) as file:
+    with appearing_whole(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def write_jsonl(path: Path, skipped: Iterable[Skipped]) -> None:
+    """Write one line for each of ``skipped``; the file exists whole or not at all."""
+    with appearing_whole(path) as file:
+        for each in skipped:
+            file.write((json.dumps(asdict(each), ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
 
 
 def _sha256(path: Path) -> str:

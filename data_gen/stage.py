@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,27 +13,33 @@ from typing import Any
 from accelerate import PartialState
 from tqdm import tqdm
 
-from data_gen.chat import check_template_kwargs, tokenizer_digests
+from data_gen.answers import Generate, Progress
 from data_gen.engines import Completion, Engine, Rejected, SamplingParams, build_engine
-from data_gen.prompts import Prompt, prompts_digest
-from data_gen.shards import Manifest, Row, ShardWriter
+from data_gen.prompts import Prompt
+from data_gen.rows import ShardRows, Skipped
+from data_gen.shards import REJECTED_FILE, Manifest, ShardWriter
+from specvocab_model.chat_template import check_template_kwargs, tokenizer_digests
 from specvocab_model.config import Config, ConfigError
 from specvocab_model.target import load_spec_and_tokenizer
 
 MIN_SHARDS = 64  # where there are prompts enough: a rank without a shard has nothing to do
 SMALLEST_SHARD = 64  # prompts
+RowWriter = Callable[[Sequence[Prompt], Generate, Progress], ShardRows]  # makes the rows of a shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What is to be generated."""
+    """What is to be made: the rows of some prompts."""
 
     name: str
     folder: Path
-    prompts: list[Prompt]
-    encode: Callable[[Prompt], list[int]]  # token ids that the target continues; ValueError for an impossible prompt
-    params: SamplingParams
-    role: str  # whose words the target writes: "assistant", or "user" when it invents prompts
+    prompts: Sequence[Prompt]
+    prompts_sha256: str
+    write: RowWriter
+    params: SamplingParams | None  # None: nothing is generated, so no engine is loaded
+    stop_token_ids: tuple[int, ...]
+    settings: dict[str, Any] = field(default_factory=dict)  # what else decides about the rows
+    collected: dict[str, int] = field(default_factory=dict)  # how the prompts were chosen, for the manifest
 
 
 class StageRunner:
@@ -79,7 +85,8 @@ class StageRunner:
             num_prompts=len(stage.prompts),
             rows_per_shard=rows_per_shard(len(stage.prompts), at_most=self.config.generation.rows_per_shard),
             vocab_size=self.spec.vocab_size,
-            stop_token_ids=stage.params.stop_token_ids,
+            stop_token_ids=stage.stop_token_ids,
+            collected=stage.collected,
         )
         manifest = writer.open()
         if manifest is not None:
@@ -88,7 +95,7 @@ class StageRunner:
         missing = writer.missing_shards()
         # By the shard's own number: ranks that look at different moments see different shards missing.
         mine = [index for index in missing if index % self.state.num_processes == self.state.process_index]
-        if mine:
+        if mine and stage.params is not None:
             _ = self.engine  # loaded outside the time that is measured
         self.state.wait_for_everyone()
         start = time.monotonic()
@@ -105,46 +112,54 @@ class StageRunner:
         return self._not_empty(stage, manifest)
 
     def _not_empty(self, stage: Stage, manifest: Manifest) -> Manifest:
-        """Raises ConfigError if there were prompts and all were too long."""
+        """Raises ConfigError if there were prompts and none became a row."""
         if stage.prompts and not manifest.num_rows:
-            limit = self.config.generation.max_prompt_tokens
-            raise ConfigError(f"all {len(stage.prompts)} {stage.name} prompts have more than "
-                              f"generation.max_prompt_tokens={limit} tokens; raise it and remove {stage.folder}")
+            limits = self.config.generation
+            raise ConfigError(f"none of the {len(stage.prompts)} {stage.name} prompts became a row: "
+                              f"{_counts(manifest.skipped)} (generation.max_prompt_tokens={limits.max_prompt_tokens}); "
+                              f"mend that and remove {stage.folder}")
         return manifest
 
     def _fill(self, stage: Stage, writer: ShardWriter, mine: list[int]) -> None:
-        """Make this rank's missing shards."""
-        ranges = [stage.prompts[writer.prompt_range(index)] for index in mine]
-        with tqdm(total=sum(map(len, ranges)), desc=stage.name, unit=" prompts", smoothing=0.05,
-                  disable=not self.state.is_main_process) as progress:
-            for index, prompts in zip(mine, ranges, strict=True):
-                writer.write(index, self._rows(stage, prompts, index, progress))
+        """Make this rank's missing shards.
 
-    def _rows(self, stage: Stage, prompts: list[Prompt], shard: int, progress: tqdm) -> list[Row]:
-        """The rows of one shard in prompt order; prompts of more than ``max_prompt_tokens`` have none."""
-        encoded = [(prompt, _encode(stage, prompt)) for prompt in prompts]
-        fitting = [(prompt, ids) for prompt, ids in encoded if len(ids) <= self.config.generation.max_prompt_tokens]
-        progress.update(len(prompts) - len(fitting))
-        rows: dict[int, Row] = {}
-        seed = _shard_seed(self.config.seed, stage.name, shard)
-        for index, completion in self.engine.generate([ids for _, ids in fitting], stage.params, seed=seed):
-            if isinstance(completion, Rejected):
-                raise ConfigError(f"prompt {fitting[index][0].id!r} has no answer ({completion.reason}): "
-                                  f"{completion.detail}; remove it, or start again to try it once more")
-            rows[index] = self._row(stage, *fitting[index], completion)
-            progress.update()
-        return [rows[index] for index in range(len(fitting))]
+        Raises:
+            ConfigError: more prompts were rejected than ``generation.max_rejected_share`` allows.
+        """
+        num_rejected = 0
+        with tqdm(total=sum(len(stage.prompts[writer.prompt_range(index)]) for index in mine), desc=stage.name,
+                  unit=" prompts", smoothing=0.05, disable=not self.state.is_main_process) as progress:
+            for index in mine:
+                prompts = stage.prompts[writer.prompt_range(index)]
+                shard = self._rows(stage, prompts, index, progress)
+                num_rejected += num_rejected_in(shard.skipped)
+                check_rejected_share(num_rejected, len(stage.prompts), shard.skipped, self.config)
+                writer.write(index, shard.rows, shard.skipped)
 
-    def _row(self, stage: Stage, prompt: Prompt, prompt_ids: list[int], completion: Completion) -> Row:
-        text = str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-        return Row(
-            id=prompt.id,
-            source=prompt.source,
-            input_ids=prompt_ids + completion.token_ids,
-            loss_mask=[0] * len(prompt_ids) + [1] * len(completion.token_ids),
-            finish_reason=completion.finish_reason,
-            messages=[*prompt.messages, {"role": stage.role, "content": text}],
-        )
+    def _rows(self, stage: Stage, prompts: Sequence[Prompt], shard: int, progress: tqdm) -> ShardRows:
+        """What the prompts of one shard become.
+
+        Raises:
+            ConfigError: the engine gave up more of the shard's prompts than ``generation.max_rejected_share`` allows.
+                Nothing of it is written, because a later start may have better luck.
+        """
+        given_up: list[Rejected] = []
+
+        def generate(prompt_ids: list[list[int]], turn: int) -> Iterator[tuple[int, Completion | Rejected]]:
+            assert stage.params is not None
+            seed = _shard_seed(self.config.seed, stage.name, shard, turn)
+            for index, completion in self.engine.generate(prompt_ids, stage.params, seed=seed):
+                if isinstance(completion, Rejected):
+                    given_up.append(completion)
+                yield index, completion
+
+        rows = stage.write(prompts, generate, progress.update)
+        share = self.config.generation.max_rejected_share
+        if len(given_up) > share * len(prompts):
+            raise ConfigError(f"the engine gave up {len(given_up)} of {len(prompts)} prompts, more than "
+                              f"generation.max_rejected_share={share}; the last: {given_up[-1].reason} "
+                              f"({given_up[-1].detail}). See to it and start again: what is finished is kept")
+        return rows
 
     def _settings(self, stage: Stage) -> dict[str, Any]:
         """Everything that decides what the rows are.
@@ -152,15 +167,19 @@ class StageRunner:
         Not ``batch_tokens``, which only moves rounding: whoever runs out of memory may lower it and go on.
         """
         generation = self.config.generation
+        made_by: dict[str, Any] = {} if stage.params is None else {
+            "engine": generation.engine,
+            "sampling": asdict(stage.params),
+            "seed": self.config.seed if stage.params.temperature > 0 else None,  # greedy answers have no seed
+        }
         return {
             "target": {"fingerprint": self.spec.fingerprint, "dtype": self.config.target.dtype},
             "tokenizer": self._tokenizer_digests,
             "chat_template_kwargs": self.config.target.chat_template_kwargs,
-            "engine": generation.engine,
-            "sampling": asdict(stage.params),
-            "seed": self.config.seed if stage.params.temperature > 0 else None,  # greedy answers have no seed
+            **made_by,
+            **stage.settings,
             "prompts": {
-                "sha256": prompts_digest(stage.prompts),
+                "sha256": stage.prompts_sha256,
                 "count": len(stage.prompts),
                 "max_tokens": generation.max_prompt_tokens,
             },
@@ -176,21 +195,39 @@ def rows_per_shard(num_prompts: int, *, at_most: int) -> int:
     return min(at_most, max(-(-num_prompts // MIN_SHARDS), SMALLEST_SHARD))
 
 
-def _encode(stage: Stage, prompt: Prompt) -> list[int]:
-    try:
-        return stage.encode(prompt)
-    except ValueError as error:
-        raise ConfigError(f"prompt {prompt.id!r} of {prompt.source!r}: {error}") from error
+def num_rejected_in(skipped: Sequence[Skipped]) -> int:
+    """How many prompts are among them that no limit of the user's left out."""
+    return len({each.id for each in skipped if not each.by_choice})
 
 
-def _shard_seed(seed: int, stage: str, shard: int) -> int:
-    """A seed for each shard, so that it does not matter which rank makes it, or after which other."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{stage}/{shard}".encode()).digest()[:8]) >> 1  # fits int64
+def check_rejected_share(num_rejected: int, num_prompts: int, skipped: Sequence[Skipped], config: Config) -> None:
+    """
+    Args:
+        skipped: the last ones, of which one is named.
+
+    Raises:
+        ConfigError: more than ``generation.max_rejected_share`` of all prompts were rejected.
+    """
+    share = config.generation.max_rejected_share
+    if num_rejected > share * num_prompts:
+        last = [each for each in skipped if not each.by_choice][-1]
+        raise ConfigError(f"{num_rejected} of {num_prompts} prompts were rejected, more than "
+                          f"generation.max_rejected_share={share}; the last is {last.id!r}: {last.reason} "
+                          f"({last.detail}). Mend them, or raise the share")
+
+
+def _shard_seed(seed: int, stage: str, shard: int, turn: int) -> int:
+    """A seed for each shard and turn, so that it does not matter which rank makes it, or after which other."""
+    name = f"{seed}/{stage}/{shard}" + (f"/{turn}" if turn else "")
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1  # fits int64
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{what} {count}" for what, count in counts.items())
 
 
 def _summary(manifest: Manifest) -> str:
-    too_long = manifest.num_prompts - manifest.num_rows
     shares = ", ".join(f"{reason} {count / max(manifest.num_rows, 1):.0%}"
                        for reason, count in manifest.finish_reasons.items())
-    return (f"{manifest.num_rows} rows{f' ({too_long} prompts were too long)' if too_long else ''}, "
-            f"{manifest.num_loss_tokens} response tokens; {shares}")
+    skipped = f" (skipped: {_counts(manifest.skipped)}; see {REJECTED_FILE})" if manifest.skipped else ""
+    return f"{manifest.num_rows} rows{skipped}, {manifest.num_loss_tokens} response tokens; {shares}"

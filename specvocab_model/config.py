@@ -139,6 +139,23 @@ class DataConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SourceConfig:
+    """Where prompts come from; the forms of a record are listed in data_gen/prompts.py."""
+
+    path: str = MISSING  # a .jsonl, .json, .csv or .parquet file, or a data set's folder or hub id
+    subset: str | None = None  # of a data set: its configuration's name
+    split: str = "train"  # of a data set
+    num_records: int | None = None  # read so many from its start; null: all
+    weight: float | None = None  # its share of the mixture, relative to the others'; null: all of its prompts
+
+    def __post_init__(self) -> None:
+        _not_empty("generation.sources: path", self.path)
+        _at_least(f"generation.sources: num_records of {self.path}", self.num_records, 1)
+        if self.weight is not None and not 0 < self.weight < math.inf:
+            raise ConfigError(f"generation.sources: weight={self.weight} of {self.path} must be positive and finite")
+
+
+@dataclass(kw_only=True, slots=True)
 class GenerationConfig:
     """Prompts and the target's own answers to them."""
 
@@ -150,7 +167,11 @@ class GenerationConfig:
     server_attempts: int = 6  # for each prompt; then it is rejected
     server_patience: float = 900.0  # seconds without any server, then the command ends
     server_api_key_env: str | None = None  # the environment variable that holds the servers' API key
-    prompt_files: list[str] = field(default_factory=list)  # jsonl: {"messages": [...]} or {"prompt": "..."}
+    prompt_files: list[str] = field(default_factory=list)  # short for sources that are just a path
+    sources: list[SourceConfig] = field(default_factory=list)
+    responses: str = "regenerate"  # the target writes every answer anew; keep: those of the sources, masked exactly
+    samples_per_prompt: int = 1
+    thinking_share: float | None = None  # prompts with enable_thinking=true, the others false; null: as the template
     magpie_prompts: int = 0  # user turns the target invents from its own chat template
     magpie_temperature: float = 1.0
     magpie_max_new_tokens: int = 96
@@ -163,10 +184,32 @@ class GenerationConfig:
     top_k: int = 0  # 0: off
     batch_tokens: int = 65536  # (prompt + max_new_tokens) * rows of one generation batch
     rows_per_shard: int = 2048  # at most; few prompts are spread over more shards, so that every rank has some
+    near_duplicate_threshold: float | None = None  # Jaccard similarity of two questions' word 5-grams; null: off
+    min_response_tokens: int = 1
+    max_repetition: float | None = None  # share of 8-grams, of a question or an answer, that repeat; null: no limit
+    max_rejected_share: float = 0.05  # of the prompts; more that are malformed or get no answer stop the run
 
     def __post_init__(self) -> None:
         _one_of("generation.engine", self.engine, ENGINES)
         self._check_servers()
+        _one_of("generation.responses", self.responses, ("regenerate", "keep"))
+        for name in ("max_rejected_share", "max_repetition", "near_duplicate_threshold", "thinking_share"):
+            if getattr(self, name) is not None:
+                _fraction(f"generation.{name}", getattr(self, name))
+        for name in ("samples_per_prompt", "min_response_tokens"):
+            _at_least(f"generation.{name}", getattr(self, name), 1)
+        if self.samples_per_prompt > 1 and (self.temperature == 0 or self.responses == "keep"):
+            raise ConfigError(f"generation.samples_per_prompt={self.samples_per_prompt} would give the same answer so "
+                              "many times; set a temperature and responses=regenerate, or samples_per_prompt=1")
+        if self.responses == "keep" and self.magpie_prompts:
+            raise ConfigError(f"generation.magpie_prompts={self.magpie_prompts} have no answers that "
+                              "generation.responses=keep could keep; set it to 0")
+        if len({source.weight is None for source in self.sources}) > 1 or (
+                self.prompt_files and any(source.weight for source in self.sources)):
+            raise ConfigError("generation.sources: give a weight to every source, or to none; name files that are to "
+                              "be mixed under sources, not under prompt_files")
+        if self.near_duplicate_threshold == 0:
+            raise ConfigError("generation.near_duplicate_threshold=0 calls all prompts alike; set about 0.8, or null")
         _fraction("generation.validation_fraction", self.validation_fraction)
         _fraction("generation.top_p", self.top_p)
         for name in ("magpie_prompts", "temperature", "top_k", "magpie_temperature"):
@@ -312,6 +355,8 @@ class Config:
 
     run_name: str = MISSING
     output_dir: str = "outputs/${run_name}"
+    action: str = "generate"  # of data_gen/main.py: generate, or look at what is there: inspect, verify, stats
+    inspect: list[str] = field(default_factory=lambda: ["0"])  # rows to print, by number or id
     seed: int = 0
     target: TargetConfig = field(default_factory=TargetConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
@@ -327,6 +372,10 @@ class Config:
     def __post_init__(self) -> None:
         _not_empty("run_name", self.run_name)
         _not_empty("output_dir", self.output_dir)
+        _one_of("action", self.action, ("generate", "inspect", "verify", "stats"))
+        if self.generation.thinking_share is not None and "enable_thinking" in self.target.chat_template_kwargs:
+            raise ConfigError(f"generation.thinking_share={self.generation.thinking_share} and "
+                              "target.chat_template_kwargs.enable_thinking contradict each other; drop one")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed={self.seed} must lie between 0 and 2**32 - 1, as numpy's does")
 

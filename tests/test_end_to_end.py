@@ -18,7 +18,7 @@ from data_gen.shards import read_manifest
 from specvocab_model.config import TargetConfig
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.target import load_spec
-from tests.tiny import tiny_target_folder
+from tests.tiny import TOKENIZER_LENGTH, tiny_target_folder
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULT_KEYS = {
@@ -55,7 +55,7 @@ def overrides(tmp_path: Path, name: str) -> list[str]:
 def workplace(tmp_path_factory) -> Path:
     """A folder with a tiny target and its prompts."""
     folder = tmp_path_factory.mktemp("end-to-end")
-    tiny_target_folder(folder / "target", "qwen3")
+    tiny_target_folder(folder / "target", "qwen3", vocab_size=TOKENIZER_LENGTH)  # real targets write no padded ids
     prompts = [{"messages": [{"role": "user", "content": f"What is {number} plus one?"}]} for number in range(12)]
     held_out = [{"question_id": number, "category": "maths" if number else "writing", "turns": [f"Count to {number}."]}
                 for number in range(3)]

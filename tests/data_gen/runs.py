@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from data_gen.main import generate
 from data_gen.stage import StageRunner
 from specvocab_model.config import CONFIG_DIR, Config, parse_config, register_schemas
-from tests.tiny import tiny_target_folder
+from tests.tiny import TOKENIZER_LENGTH, tiny_target_folder
 
 REPOSITORY = Path(CONFIG_DIR).parent
 MAIN = REPOSITORY / "data_gen" / "main.py"
@@ -23,8 +23,11 @@ TOO_LONG = "too-long"
 
 
 def write_inputs(root: Path) -> Path:
-    """A target in ``root/target`` and prompts, one of them too long, in ``root/prompts.jsonl``; returns ``root``."""
-    tiny_target_folder(root / "target", "llama")
+    """A target in ``root/target`` and prompts, one of them too long, in ``root/prompts.jsonl``; returns ``root``.
+
+    The target has no padded ids: a random one would write them, and a real one does not.
+    """
+    tiny_target_folder(root / "target", "llama", vocab_size=TOKENIZER_LENGTH)
     records = [{"id": f"p-{number}", "prompt": "Count to " + "one more than " * (number % 5) + f"{number}."}
                for number in range(NUM_PROMPTS)]
     records[7] = {"id": TOO_LONG, "prompt": "and " * 100}

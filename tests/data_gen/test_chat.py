@@ -3,7 +3,8 @@
 import pytest
 from tokenizers import processors
 
-from data_gen.chat import encode_prompt, tokenizer_digests, user_turn
+from data_gen.chat import encode_prompt, user_turn
+from specvocab_model.chat_template import tokenizer_digests
 from specvocab_model.config import ConfigError
 from tests.tiny import CHAT_TEMPLATE, ENDOFTEXT_ID, IM_END_ID, IM_START_ID, tiny_tokenizer
 

@@ -14,9 +14,11 @@ from accelerate import PartialState
 
 import data_gen.stage
 from data_gen.chat import encode_prompt, user_turn
+from data_gen.collect import TRAIN_FILE, VALIDATION_FILE
 from data_gen.engines import SamplingParams, TransformersEngine
 from data_gen.magpie import invented_prompts
-from data_gen.main import collect_prompts
+from data_gen.main import choose_prompts
+from data_gen.prompt_store import PromptStore
 from data_gen.prompts import load_prompts
 from data_gen.shards import load_rows, read_manifest
 from data_gen.stage import StageRunner, rows_per_shard
@@ -70,7 +72,8 @@ def test_every_prompt_is_answered_once_and_split(root, whole):
         ids = [row["id"] for row in rows]
         assert ids and ids == [prompt_id for prompt_id in asked if prompt_id in ids], "rows are in the order of prompts"
     manifests = [read_manifest(root / "whole" / name) for name in FOLDERS[1:]]
-    assert sum(manifest.num_prompts - manifest.num_rows for manifest in manifests) == 1  # the one that is too long
+    assert [manifest.skipped for manifest in manifests if manifest.skipped] == [{"prompt too long": 1}]
+    assert sum(manifest.num_prompts - manifest.num_rows for manifest in manifests) == 1
 
 
 def test_invented_prompts_are_asked_as_they_were_written(root, whole):
@@ -105,9 +108,11 @@ def test_what_is_evaluated_is_not_generated(root, tmp_path, capsys):
     (root / "more.jsonl").write_text(json.dumps({"id": "m", "messages": [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Count to 3."}]}))
     arguments.append(f"generation.prompt_files=[{root}/prompts.jsonl,{root}/more.jsonl]")
-    prompts = collect_prompts(StageRunner(config_of(arguments), PartialState(cpu=True)))
-    assert {f"p-{number}" for number in range(NUM_PROMPTS)} - {prompt.id for prompt in prompts} == {"p-1", "p-7"}
-    assert "m" not in {prompt.id for prompt in prompts}
+    choose_prompts(StageRunner(config_of(arguments), PartialState(cpu=True)))
+    chosen = {prompt.id for file in (TRAIN_FILE, VALIDATION_FILE)
+              for prompt in PromptStore(root / "held-out" / "data-prompts" / file)}
+    assert {f"p-{number}" for number in range(NUM_PROMPTS)} - chosen == {"p-1", "p-7"}
+    assert "m" not in chosen
     assert "2 held out for evaluation" in capsys.readouterr().out
 
 
@@ -126,7 +131,7 @@ def test_shards_are_small_enough_for_several_ranks(num_prompts, at_most, expecte
 def test_prompts_that_are_all_too_long_are_no_success(root):
     changes = ("generation.magpie_prompts=0", "generation.max_prompt_tokens=1")
     for _ in range(2):  # also when the empty folder is found again
-        with pytest.raises(ConfigError, match=r"all \d+ train prompts have more than generation.max_prompt_tokens=1 "):
+        with pytest.raises(ConfigError, match=r"none of the \d+ train prompts became a row: prompt too long \d+ \("):
             run_here(overrides(root, "too-long", *changes))
 
 

@@ -6,12 +6,10 @@ import pytest
 
 from data_gen.prompts import (
     Prompt,
-    hold_out,
+    is_validation,
     load_prompts,
     prompts_digest,
     question,
-    split_prompts,
-    unique_prompts,
 )
 from specvocab_model.config import ConfigError
 
@@ -46,12 +44,13 @@ def test_every_form_is_read(tmp_path):
     assert [message["role"] for message in turns.conversation(["A"])] == ["user", "assistant", "user"]
 
 
-def test_the_last_answer_of_a_conversation_is_left_to_the_target(tmp_path):
+def test_every_answer_of_a_conversation_is_left_to_the_target(tmp_path):
     answer, more = {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "More."}
     path = write(tmp_path / "chat.jsonl", {"messages": [USER, answer, more, answer]}, {"messages": [USER, answer]})
     long, short = load_prompts(path)
-    assert long.conversation() == [USER, answer, more]
-    assert short.conversation() == [USER]
+    assert (long.num_turns, long.conversation()) == (2, [USER])
+    assert long.conversation(["Own."]) == [USER, {"role": "assistant", "content": "Own."}, more]
+    assert (short.num_turns, short.conversation()) == (1, [USER])
 
 
 def test_byte_order_mark_crlf_and_empty_lines(tmp_path):
@@ -69,13 +68,14 @@ def test_limit(tmp_path):
     [
         ("{", "Expecting property name"),
         ("[]", "expected an object, got list"),
-        ({"text": "x"}, r"exactly one of the keys messages, prompt and turns, got \['text'\]"),
-        ({"prompt": "x", "turns": ["y"]}, "exactly one of"),
-        ({"prompt": None}, "prompt must hold non-empty text"),
-        ({"prompt": " "}, "prompt must hold non-empty text"),
+        ({"text": "x"}, r"one of the keys messages, conversations, turns, instruction, prompt, got \['text'\]"),
+        ({"prompt": None}, r"got \['prompt'\]"),
+        ({"prompt": " "}, "prompt, or .* must hold non-empty text"),
+        ({"instruction": "x", "output": 3}, "prompt, or .* must hold non-empty text"),
         ({"turns": []}, "turns must hold non-empty text"),
         ({"turns": ["a", 2]}, "turns must hold non-empty text"),
-        ({"messages": "hi"}, "messages must be a list of objects"),
+        ({"messages": "hi"}, "Expecting value"),
+        ({"messages": "[1]"}, "messages must be a list of objects"),
         ({"messages": []}, "messages has no user message"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages has no user message"),
         ({"messages": [USER, {"role": "robot", "content": "x"}]}, r"messages\[1\] has role 'robot'"),
@@ -112,44 +112,25 @@ def test_an_id_is_made_of_what_is_asked(tmp_path):
     assert first[0].id == "3cf608ca1dd8539e", "ids of data that exists must not change"
 
 
-def test_duplicates_are_dropped_and_counted():
-    prompts = [prompt("a", "1"), prompt("b", "2"), prompt("a", "3"), prompt("a", "1")]
-    kept, num_dropped = unique_prompts(prompts)
-    assert ([p.id for p in kept], num_dropped) == (["1", "2"], 2)
-
-
 def test_a_question_is_what_the_user_says():
     assistant = {"role": "assistant", "content": "Yes."}
     system, more = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sure?"}
-    asked = question([system, USER, assistant, more])
+    asked = question([system, USER, more, assistant, USER])
     assert asked == question([{"role": "user", "content": " HELLO? "}, {"role": "user", "content": "sure?\n"}])
     assert question([USER]) != asked
-
-
-def test_held_out_prompts_are_dropped_and_counted():
-    prompts = [prompt("a", "1"), prompt("b", "2"), prompt("A ", "3")]
-    kept, num_dropped = hold_out(prompts, [prompt("a", "x"), prompt("c", "y")])
-    assert ([p.id for p in kept], num_dropped) == (["2"], 2)
-
-
-def test_one_id_for_two_prompts_is_refused():
-    with pytest.raises(ConfigError, match="two different prompts have the id '1'"):
-        unique_prompts([prompt("a", "1"), prompt("b", "1")])
+    assert question([assistant, USER, assistant, more]) == question([USER]), "what is said before the first answer"
 
 
 def test_the_split_depends_on_the_id_alone():
-    prompts = [prompt(f"text {number}", f"id-{number}") for number in range(2000)]
-    train, validation = split_prompts(prompts, 0.1)
-    assert 150 < len(validation) < 250
-    assert len(train) + len(validation) == 2000
-    fewer_train, fewer_validation = split_prompts(prompts[::-3], 0.1)
-    assert {p.id for p in fewer_train} < {p.id for p in train}
-    assert {p.id for p in fewer_validation} < {p.id for p in validation}
-    assert {p.id for p in validation} < {p.id for p in split_prompts(prompts, 0.2)[1]}
-    assert split_prompts(prompts, 0.0)[1] == [] and split_prompts(prompts, 1.0)[0] == []
+    ids = [f"id-{number}" for number in range(2000)]
+    assert 150 < sum(is_validation(each, 0.1) for each in ids) < 250
+    assert all(is_validation(each, 0.2) for each in ids if is_validation(each, 0.1))
+    assert not any(is_validation(each, 0.0) for each in ids) and all(is_validation(each, 1.0) for each in ids)
+    held_back = [number for number in range(100) if is_validation(f"id-{number}", 0.1)]
+    assert held_back == [18, 30, 45, 46, 53, 54, 72, 92], "no prompt may change sides from version to version"
 
 
 def test_the_digest_sees_text_id_and_order():
     a, b = prompt("a", "1"), prompt("b", "2")
-    digests = {prompts_digest(list_) for list_ in ([a, b], [b, a], [a], [prompt("a", "2"), b], [prompt("A", "1"), b])}
-    assert len(digests) == 5
+    lists = ([a, b], [b, a], [a], [prompt("a", "2"), b], [prompt("A", "1"), b])
+    assert len({prompts_digest((each.id, each.digest) for each in prompts) for prompts in lists}) == 5

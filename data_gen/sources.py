@@ -1,0 +1,142 @@
+"""Where prompts come from: files and Hugging Face data sets, read record by record.
+
+No source is loaded whole, but for ``.json`` files: they hold one list, and are parsed in one piece.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_gen.prompts import Prompt, decode_line, parse_prompt, read_lines
+from data_gen.rows import Skipped
+from specvocab_model.config import ConfigError, GenerationConfig, SourceConfig
+
+READ_ROWS = 256  # of a parquet file at a time
+LONGEST_CELL = 2**31 - 1
+
+
+def sources_of(generation: GenerationConfig) -> list[SourceConfig]:
+    return [*(SourceConfig(path=path) for path in generation.prompt_files), *generation.sources]
+
+
+def check_sources(generation: GenerationConfig) -> None:
+    """See that what looks like a file is there, before anything is generated.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    for source in sources_of(generation):
+        if _is_file_name(source.path) and not Path(source.path).exists():
+            raise ConfigError(f"there is no prompt file {source.path!r} (relative to {Path.cwd()})")
+
+
+def read_source(source: SourceConfig, *, keep: bool) -> Iterator[Prompt | Skipped]:
+    """The prompts of a source in its order; a record that is none comes as ``Skipped``.
+
+    Args:
+        keep: see ``parse_prompt``.
+
+    Raises:
+        ConfigError: the source is missing, cannot be read at all, or is empty.
+    """
+    name = Path(source.path).stem if _is_file_name(source.path) else source.path
+    count = 0
+    for where, record in records(source):
+        if count == source.num_records:
+            break
+        count += 1
+        try:
+            decoded = decode_line(record) if isinstance(record, bytes) else record
+        except ValueError as error:
+            yield Skipped(id=where, reason="unreadable", detail=str(error))
+            continue
+        try:
+            yield parse_prompt(decoded, name, keep=keep)
+        except ValueError as error:
+            yield Skipped(id=where, reason="malformed", detail=str(error))
+    if not count:
+        raise ConfigError(f"{source.path} holds no prompts")
+
+
+def records(source: SourceConfig) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
+    """The records of a source, each with where it stands; lines of jsonl as they are, not decoded.
+
+    Raises:
+        ConfigError: the source is missing or cannot be read.
+    """
+    path = Path(source.path)
+    if not _is_file_name(source.path):
+        return _data_set(source)
+    if not path.is_file():
+        raise ConfigError(f"there is no prompt file {source.path!r} (relative to {Path.cwd()})")
+    readers = {".parquet": _parquet, ".csv": _csv, ".json": _json}
+    return readers.get(path.suffix, read_lines)(path)
+
+
+def _is_file_name(path: str) -> bool:
+    """Whether it names a file: one that is there, or by its ending."""
+    return Path(path).is_file() or (Path(path).suffix in (".jsonl", ".json", ".csv", ".parquet")
+                                    and not Path(path).is_dir())
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(READ_ROWS):
+                for record in batch.to_pylist():
+                    yield f"{path}, row {number}", record
+                    number += 1
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} cannot be read after {number} rows: {_first_line(error)}") from error
+
+
+def _csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    csv.field_size_limit(LONGEST_CELL)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            for number, record in enumerate(csv.DictReader(file)):
+                yield f"{path}, row {number}", {key: value for key, value in record.items() if value not in (None, "")}
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as UTF-8 CSV with a line of column names: {error}") from error
+
+
+def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        content = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON ({error}); a file with an object a line is called .jsonl") from error
+    if not isinstance(content, list):
+        raise ConfigError(f"{path} holds {type(content).__name__}, not a list of records")
+    for number, record in enumerate(content):
+        yield f"{path}, record {number}", record
+
+
+def _data_set(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Memory-mapped: from the hub, a folder of data files, or a folder that ``save_to_disk`` wrote."""
+    import datasets  # half a second, for those who need it
+
+    folder = Path(source.path)
+    try:
+        if (folder / "state.json").is_file():
+            data = datasets.load_from_disk(source.path)
+        elif (folder / "dataset_dict.json").is_file():
+            data = datasets.load_from_disk(str(folder / source.split))
+        else:
+            data = datasets.load_dataset(source.path, source.subset, split=source.split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # not found, unknown subset or split
+        raise ConfigError(f"generation.sources: path={source.path!r}, subset={source.subset}, split={source.split} "
+                          f"cannot be loaded: {_first_line(error)}") from error
+    for number, record in enumerate(data):
+        yield f"{source.path}, row {number}", record
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
