@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 
+from data_gen.files import make_folder, write_json, write_jsonl
 from data_gen.filters import NearDuplicates, repetition
 from data_gen.prompt_store import PromptStore, prompt_writer
 from data_gen.prompts import Prompt, is_validation, question
 from data_gen.rows import Skipped
-from data_gen.shards import REJECTED_FILE, write_json, write_jsonl
+from data_gen.shards import REJECTED_FILE
 from data_gen.sources import read_source, sources_of
 from specvocab_model.config import Config, ConfigError
 
@@ -52,7 +53,7 @@ def collect(
         ConfigError: a source cannot be read, too many of its records are malformed, or a side of the split is empty.
     """
     folder = prompts_folder(config)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     chooser = _Chooser(config, evaluation)
     with prompt_writer(folder / ALL_FILE) as add:
         for source, prompt in _offered(config, invented):
@@ -60,7 +61,7 @@ def collect(
                 add(chosen)
     every = PromptStore(folder / ALL_FILE)
     chooser.drop_near_duplicates(every)
-    write_jsonl(folder / REJECTED_FILE, chooser.skipped)
+    write_jsonl(folder / REJECTED_FILE, map(asdict, chooser.skipped))
     chooser.check_rejected(folder)
     _split(every, chooser.order(), folder, config)
     (folder / ALL_FILE).unlink()

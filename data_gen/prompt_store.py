@@ -10,8 +10,8 @@ from typing import overload
 
 import pyarrow as pa
 
+from data_gen.files import appearing_whole
 from data_gen.prompts import Prompt, prompts_digest
-from data_gen.shards import appearing_whole
 
 BATCH = 1024  # prompts
 SCHEMA = pa.schema([(name, pa.large_string()) for name in (

@@ -10,21 +10,20 @@ Imports neither torch nor transformers: training and its loader workers read dat
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shlex
 import time
-import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_gen.files import appearing_whole, make_folder, refuse_file, sha256_of, write_json, write_jsonl
 from data_gen.rows import FINISH_REASONS, SCHEMA, Row, Skipped, skipped_in, table_of, validate_row
 from specvocab_model.config import ConfigError
 
@@ -81,17 +80,39 @@ def read_manifest(folder: Path | str, *, command: str = MAKE_COMMAND) -> Manifes
         ConfigError: the folder is missing, not finished, or of another schema version.
     """
     folder = Path(folder)
-    _refuse_file(folder)
-    if not (folder / MANIFEST_FILE).is_file():
+    refuse_file(folder)
+    content = _read_json(folder / MANIFEST_FILE)
+    if content is None:
         state = "is not finished; continue" if (folder / UNFINISHED_FILE).is_file() else "has no data; make"
         raise ConfigError(f"{folder} {state} it with `{command}`")
-    content = json.loads((folder / MANIFEST_FILE).read_text())
-    if content["schema_version"] != SCHEMA_VERSION:
+    if content.get("schema_version") != SCHEMA_VERSION:
         raise ConfigError(
-            f"{folder} has schema version {content['schema_version']}, this code reads {SCHEMA_VERSION}; "
+            f"{folder} has schema version {content.get('schema_version')}, this code reads {SCHEMA_VERSION}; "
             f"delete the folder and make it anew with `{command}`"
         )
-    return Manifest(**{**content, "shards": [Shard(**shard) for shard in content["shards"]]})
+    try:
+        manifest = Manifest(**{**content, "shards": [Shard(**shard) for shard in content["shards"]]})
+        assert isinstance(manifest.target_fingerprint, str)
+    except (TypeError, KeyError, AttributeError, AssertionError) as error:  # edited by hand
+        raise _damaged(folder / MANIFEST_FILE, f"{type(error).__name__}: {error}") from error
+    return manifest
+
+
+def missing_shards_of(folder: Path, manifest: Manifest, *, command: str = MAKE_COMMAND) -> list[str]:
+    """Shards of the manifest that are not there, by name.
+
+    Raises:
+        ConfigError: one that is there has another size than the manifest says.
+    """
+    missing = []
+    for shard in manifest.shards:
+        path = folder / shard.file
+        if not path.is_file():
+            missing.append(shard.file)
+        elif path.stat().st_size != shard.num_bytes:
+            raise ConfigError(f"{path} has {path.stat().st_size} bytes instead of {shard.num_bytes}; delete it, and "
+                              f"make it again with `{command}`")
+    return missing
 
 
 def load_rows(folder: Path | str, *, command: str = MAKE_COMMAND) -> Dataset:
@@ -102,17 +123,27 @@ def load_rows(folder: Path | str, *, command: str = MAKE_COMMAND) -> Dataset:
     """
     import datasets  # half a second, which the writing side need not pay
 
+    folder = Path(folder)
     manifest = read_manifest(folder, command=command)
-    paths = [Path(folder) / shard.file for shard in manifest.shards]
-    for path, shard in zip(paths, manifest.shards, strict=True):
-        num_bytes = path.stat().st_size if path.is_file() else None
-        if num_bytes != shard.num_bytes:
-            found = "is missing" if num_bytes is None else f"has {num_bytes} bytes instead of {shard.num_bytes}"
-            raise ConfigError(f"{path} {found}; delete it, rename {MANIFEST_FILE} to {UNFINISHED_FILE}, and make "
-                              f"what is missing with `{command}`")
+    if missing := missing_shards_of(folder, manifest, command=command):
+        raise ConfigError(f"{folder / missing[0]} is missing; make it again with `{command}`")
+    paths = [str((folder / shard.file).resolve()) for shard in manifest.shards]
     if not paths:
         return datasets.Dataset(SCHEMA.empty_table())
-    return datasets.Dataset.from_parquet([str(path.resolve()) for path in paths])
+    try:
+        rows = datasets.Dataset.from_parquet(paths)
+    except (datasets.exceptions.DatasetsError, pa.ArrowException, OSError) as error:
+        damaged = damaged_shards(folder, manifest) or [str(error).splitlines()[0]]
+        raise ConfigError(f"{folder} cannot be read; damaged: {', '.join(damaged)}. Delete these, and make them again "
+                          f"with `{command}`") from error
+    if len(rows) != manifest.num_rows:
+        raise _damaged(folder / MANIFEST_FILE, f"num_rows is {manifest.num_rows!r}, and there are {len(rows)}")
+    return rows
+
+
+def damaged_shards(folder: Path, manifest: Manifest) -> list[str]:
+    """Shards of a folder that are not what was written, by name; reads all of them."""
+    return [shard.file for shard in manifest.shards if sha256_of(folder / shard.file) != shard.sha256]
 
 
 class ShardWriter:
@@ -166,15 +197,21 @@ class ShardWriter:
         Raises:
             ConfigError: the folder was made or begun with other settings.
         """
-        _refuse_file(self.folder)
+        refuse_file(self.folder)
         finished, unfinished = self.folder / MANIFEST_FILE, self.folder / UNFINISHED_FILE
-        for file in (finished, unfinished):
-            if file.is_file():
-                self._check_settings(json.loads(file.read_text()))
+        begun = _read_json(unfinished)
+        for content in (_read_json(finished), begun):
+            if content is not None:
+                self._check_settings(content)
         if finished.is_file():
-            return read_manifest(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not unfinished.is_file():
+            manifest = read_manifest(self.folder)
+            if not missing_shards_of(self.folder, manifest):
+                return manifest
+            with suppress(FileNotFoundError):  # another rank was faster
+                finished.replace(unfinished)
+            return None
+        make_folder(self.folder)
+        if begun is None:
             if stray := sorted(self.folder.glob("shard-*.parquet")):
                 raise ConfigError(f"{self.folder} holds {stray[0].name} but no manifest, so nobody knows how it was "
                                   f"made; delete the folder or name another")
@@ -193,13 +230,13 @@ class ShardWriter:
         for row in rows:
             validate_row(row, vocab_size=self.vocab_size, stop_token_ids=self.stop_token_ids)
         with appearing_whole(self.path(index)) as file:
-            pq.write_table(table_of(rows, skipped), file, compression="zstd")
+            pq.write_table(table_of(rows, skipped), file, compression="zstd", write_page_checksum=True)
 
     def finalise(self) -> Manifest:
         """Write the manifest; called by one rank when all shards are there.
 
         Raises:
-            ConfigError: two rows have the same id.
+            ConfigError: two rows have the same id, or a shard cannot be read.
         """
         ids: Counter[str] = Counter()
         reasons = Counter(dict.fromkeys(FINISH_REASONS, 0))
@@ -207,7 +244,7 @@ class ShardWriter:
         shards = []
         skipped: list[Skipped] = []
         for path in map(self.path, range(self.num_shards)):
-            table = pq.read_table(path, columns=["id", "input_ids", "num_loss_tokens", "finish_reason"])
+            table = read_shard(path, ["id", "input_ids", "num_loss_tokens", "finish_reason"])
             ids.update(table["id"].to_pylist())
             skipped += skipped_in(table.schema)
             reasons.update(table["finish_reason"].to_pylist())
@@ -217,7 +254,7 @@ class ShardWriter:
                 num_rows=table.num_rows,
                 num_loss_tokens=sum(table["num_loss_tokens"].to_pylist()),
                 num_bytes=path.stat().st_size,
-                sha256=_sha256(path),
+                sha256=sha256_of(path),
             ))
         if doubled := [row_id for row_id, count in ids.items() if count > 1]:
             raise ConfigError(f"{self.folder}: {len(doubled)} row ids appear more than once, first {doubled[0]!r}; "
@@ -236,7 +273,7 @@ class ShardWriter:
             collected=self.collected,
         )
         if skipped:
-            write_jsonl(self.folder / REJECTED_FILE, skipped)
+            write_jsonl(self.folder / REJECTED_FILE, map(asdict, skipped))
         write_json(self.folder / MANIFEST_FILE, asdict(manifest))
         # A launcher that was killed may have left workers behind that finish this folder as well.
         (self.folder / UNFINISHED_FILE).unlink(missing_ok=True)
@@ -246,8 +283,20 @@ class ShardWriter:
         return manifest
 
     def _check_settings(self, made_with: dict[str, Any]) -> None:
-        before = made_with["settings"] | {"schema_version": made_with["schema_version"]}
+        before = made_with["settings"] | {"schema_version": made_with.get("schema_version")}
         check_made_with(self.folder, before, self.settings | {"schema_version": SCHEMA_VERSION})
+
+
+def read_shard(path: Path, columns: list[str] | None = None) -> pa.Table:
+    """
+    Raises:
+        ConfigError: the file is not what was written.
+    """
+    try:
+        return pq.read_table(path, columns=columns, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} is damaged ({str(error).splitlines()[0]}); delete it, and make it again with the "
+                          "same command") from error
 
 
 def check_made_with(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -264,11 +313,25 @@ def check_made_with(folder: Path, before: dict[str, Any], now: dict[str, Any]) -
                           f"folder, or make it anew after `rm -r {shlex.quote(str(folder))}`")
 
 
-def _refuse_file(folder: Path) -> None:
-    """Raises ConfigError where ``folder`` or a folder that it should lie in is a file."""
-    for path in (folder, *folder.parents):
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"{path} is a file; name a folder, in which {MANIFEST_FILE} and the shards lie")
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """A manifest, finished or not, as it is written; None if there is none.
+
+    Raises:
+        ConfigError: it has been damaged or edited.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
+    if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+        raise _damaged(path, "it holds no settings")
+    return content
+
+
+def _damaged(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"{path} is damaged ({what}); restore it, or delete the folder and make it anew")
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -277,40 +340,3 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in settings.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
-
-
-@contextmanager
-def appearing_whole(path: Path) -> Iterator[IO[bytes]]:
-    """Write ``path`` so that it exists with all its content or not at all, even if the machine loses power."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)  # the new name itself
-    finally:
-        os.close(directory)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write ``content`` so that the file exists whole or not at all."""
-    with appearing_whole(path) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
-
-
-def write_jsonl(path: Path, skipped: Iterable[Skipped]) -> None:
-    """Write one line for each of ``skipped``; the file exists whole or not at all."""
-    with appearing_whole(path) as file:
-        for each in skipped:
-            file.write((json.dumps(asdict(each), ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

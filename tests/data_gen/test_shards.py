@@ -14,7 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_gen.shards import MANIFEST_FILE, UNFINISHED_FILE, Row, ShardWriter, load_rows, read_manifest
+from data_gen.rows import Skipped
+from data_gen.shards import (
+    MANIFEST_FILE,
+    UNFINISHED_FILE,
+    Row,
+    ShardWriter,
+    damaged_shards,
+    load_rows,
+    read_manifest,
+    read_shard,
+)
 from specvocab_model.config import ConfigError
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -152,7 +162,7 @@ def test_shards_of_unknown_origin_are_refused(tmp_path):
 
 
 def test_doubled_ids_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="1 row ids appear more than once, first 'a/b c=3'"):
+    with pytest.raises(ConfigError, match="1 row ids appear more than once, first 'a/b c=3'"):
         finish(writer(tmp_path), [*rows_for(9), rows_for(4)[3]])
     assert not (tmp_path / MANIFEST_FILE).exists()
 
@@ -178,15 +188,124 @@ def test_a_shard_that_is_not_as_described_is_refused(tmp_path):
     shard = tmp_path / "shard-00001.parquet"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
-    with pytest.raises(ConfigError, match=rf"00001\.parquet has {len(content) - 1} bytes instead of {len(content)}"):
+    for read in (lambda: load_rows(tmp_path), lambda: writer(tmp_path).open()):
+        with pytest.raises(ConfigError, match=rf"has {len(content) - 1} bytes instead of {len(content)}; delete"):
+            read()
+    shard.unlink()  # what the message says
+    with pytest.raises(ConfigError, match=r"00001\.parquet is missing; make it again with `python data_gen"):
         load_rows(tmp_path)
-    shard.unlink()
-    with pytest.raises(ConfigError, match=rf"is missing; .*rename {MANIFEST_FILE} to {UNFINISHED_FILE}"):
-        load_rows(tmp_path)
-    (tmp_path / MANIFEST_FILE).rename(tmp_path / UNFINISHED_FILE)  # what the message says
+    before = files(tmp_path)[MANIFEST_FILE]
+    assert writer(tmp_path).open() is None, "it is not finished, whatever the manifest says"
     assert writer(tmp_path).missing_shards() == [1]
     finish(writer(tmp_path), rows_for(10))
     assert shard.read_bytes() == content and len(load_rows(tmp_path)) == 10
+    assert files(tmp_path)[MANIFEST_FILE] == before
+
+
+def test_flipped_bytes_end_in_one_line_that_names_the_shard(tmp_path):
+    """Wherever they are: reading never gives another row, nor a traceback."""
+    finish(writer(tmp_path), rows_for(10))
+    shard = tmp_path / "shard-00001.parquet"
+    content = shard.read_bytes()
+    manifest = read_manifest(tmp_path)
+    whole = read_shard(shard)
+    refused = 0
+    for place in range(0, len(content), 23):
+        shard.write_bytes(content[:place] + bytes([content[place] ^ 0x5A]) + content[place + 1 :])
+        assert damaged_shards(tmp_path, manifest) == [shard.name]
+        try:
+            assert read_shard(shard).num_rows == whole.num_rows
+        except ConfigError as error:
+            refused += 1
+            assert f"{shard} is damaged (" in str(error) and "\n" not in str(error)
+    assert refused > len(content) // 46
+    shard.write_bytes(b"x" * len(content))
+    with pytest.raises(ConfigError, match=r"cannot be read; damaged: shard-00001\.parquet\. Delete these, and make"):
+        load_rows(tmp_path)
+
+
+def test_a_damaged_shard_stops_the_run_that_would_finish_the_folder(tmp_path):
+    shard_writer, rows = writer(tmp_path), rows_for(10)
+    shard_writer.open()
+    (tmp_path / "shard-00001.parquet").write_bytes(b"not parquet")
+    with pytest.raises(ConfigError, match=r"shard-00001\.parquet is damaged .*; delete it, and make it again"):
+        finish(shard_writer, rows)
+    assert not (tmp_path / MANIFEST_FILE).exists()
+
+
+def edited(content: dict, **changes) -> str:
+    return json.dumps({**content, **changes})
+
+
+@pytest.mark.parametrize(("edit", "reason"), [
+    (lambda content: "", r"manifest\.json is damaged \(Expecting value"),
+    (lambda content: edited(content)[:-20], r"manifest\.json is damaged \("),
+    (lambda content: "[]", r"manifest\.json is damaged \(it holds no settings\)"),
+    (lambda content: edited(content, settings=None), r"manifest\.json is damaged \(it holds no settings\)"),
+    (lambda content: edited(content, settings={}), r"manifest\.json is damaged \(KeyError: 'target'\)"),
+    (lambda content: edited(content, shards=None), r"manifest\.json is damaged \(TypeError"),
+    (lambda content: edited(content, shards=[{"file": "x"}]), r"manifest\.json is damaged \(TypeError"),
+    (lambda content: edited(content, extra=1), r"manifest\.json is damaged \(TypeError"),
+    (lambda content: edited(content, num_rows=11), r"damaged \(num_rows is 11, and there are 10\)"),
+    (lambda content: edited(content, schema_version=None), "has schema version None"),
+    (lambda content: "\ud800".encode("utf-8", "surrogatepass"), r"manifest\.json is damaged \(.*utf-8"),
+])
+def test_an_edited_manifest_is_one_line(tmp_path, edit, reason):
+    finish(writer(tmp_path), rows_for(10))
+    path = tmp_path / MANIFEST_FILE
+    changed = edit(json.loads(path.read_text()))
+    path.write_bytes(changed.encode() if isinstance(changed, str) else changed)
+    with pytest.raises(ConfigError, match=reason) as error:
+        load_rows(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "{", '"text"', "{}"])
+def test_an_unfinished_manifest_that_is_damaged_is_one_line(tmp_path, content):
+    writer(tmp_path).open()
+    (tmp_path / UNFINISHED_FILE).write_text(content)
+    with pytest.raises(ConfigError, match=r"unfinished\.json is damaged \(.*restore it, or delete the folder"):
+        writer(tmp_path).open()
+
+
+FULL_DISK = """
+import resource, signal, sys
+from tests.data_gen.test_shards import finish, rows_for, writer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write past the limit fails as it does on a full disk
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+finish(writer(sys.argv[1], num_prompts=200, rows_per_shard=200), rows_for(200))
+"""
+
+
+def test_a_disk_that_takes_no_more_is_one_line(tmp_path):
+    result = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True,
+                            env=ENVIRONMENT)
+    last = result.stderr.splitlines()[-1]
+    assert "ConfigError: cannot write " in last and "shard-00000.parquet: " in last and "start again" in last
+    assert [path.name for path in tmp_path.iterdir()] == [UNFINISHED_FILE], "no half a shard"
+    shard_writer = writer(tmp_path, num_prompts=200, rows_per_shard=200)
+    assert finish(shard_writer, rows_for(200)).num_rows == 200
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot make the folder /proc/none: .*; name another"):
+        writer("/proc/none").open()
+
+
+def test_what_was_skipped_travels_with_its_shard(tmp_path):
+    shard_writer = writer(tmp_path)
+    shard_writer.open()
+    skipped = [Skipped(id="half \ud83d", reason="unreadable", detail="é"), Skipped(id="b", reason="prompt too long",
+                                                                                by_choice=True, turn=2)]
+    rows = rows_for(10)
+    shard_writer.write(0, rows[:4], skipped)
+    shard_writer.write(1, [], [replace(skipped[1], id="c")])
+    shard_writer.write(2, rows[8:])
+    manifest = shard_writer.finalise()
+    assert manifest.skipped == {"prompt too long": 2, "unreadable": 1} and manifest.num_rows == 6
+    listed = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
+    assert [(each["id"], each["turn"]) for each in listed] == [("half \\ud83d", 0), ("b", 2), ("c", 2)]
+    assert load_rows(tmp_path)["id"][:] == [row.id for row in rows[:4] + rows[8:]]
 
 
 def test_another_schema_version_is_refused(tmp_path):

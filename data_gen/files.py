@@ -1,0 +1,76 @@
+"""Files that exist whole or not at all, and errors of the disk as one line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from specvocab_model.config import ConfigError
+
+
+@contextmanager
+def appearing_whole(path: Path) -> Iterator[IO[bytes]]:
+    """Write ``path`` so that it exists with all its content or not at all, even if the machine loses power.
+
+    Raises:
+        ConfigError: the disk is full, or does not take it for another reason.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)  # the new name itself
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}; see to the disk and start again: what is "
+                          "finished is kept") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write ``content`` so that the file exists whole or not at all."""
+    with appearing_whole(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write one line for each record; the file exists whole or not at all."""
+    with appearing_whole(path) as file:
+        for record in records:
+            file.write((json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
+
+
+def make_folder(folder: Path) -> None:
+    """
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}; name another") from error
+
+
+def refuse_file(folder: Path) -> None:
+    """Raises ConfigError where ``folder`` or a folder that it should lie in is a file."""
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is a file; name a folder")
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
