@@ -127,7 +127,7 @@ def load_rows(folder: Path | str, *, command: str = MAKE_COMMAND) -> Dataset:
     manifest = read_manifest(folder, command=command)
     if missing := missing_shards_of(folder, manifest, command=command):
         raise ConfigError(f"{folder / missing[0]} is missing; make it again with `{command}`")
-    paths = [str((folder / shard.file).resolve()) for shard in manifest.shards]
+    paths = [str((folder / shard.file).resolve()) for shard in manifest.shards if shard.num_rows]
     if not paths:
         return datasets.Dataset(SCHEMA.empty_table())
     try:
