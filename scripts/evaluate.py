@@ -27,7 +27,7 @@ from specvocab_model.config import Config, ConfigError, HeadConfig
 from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.evaluation import EvalPrompt, Variant, evaluate
-from specvocab_model.export import add_evaluation
+from specvocab_model.export import PROVENANCE_FILE, add_evaluation
 from specvocab_model.heads import build_head
 from specvocab_model.target import TORCH_DTYPES, Target, load_spec
 
@@ -49,6 +49,9 @@ def run(config: Config) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         command = shlex.join(["python", "scripts/export.py", *sys.argv[1:]])
         raise ConfigError(f"{folder} holds no exported draft; make it with: {command}")
+    if not (folder / PROVENANCE_FILE).is_file():
+        raise ConfigError(f"{folder} has no {PROVENANCE_FILE}, in which the measurement is recorded: it is not a whole "
+                          "export; copy or export it again, or make one of a stock draft with scripts/convert.py")
     prompts = load_prompts(config.eval.prompts, config.eval.num_prompts)
     check_held_out(prompts, config)
     model = SpecVocabDraft.from_pretrained(folder, target_spec=load_spec(config.target))

@@ -8,20 +8,22 @@ the draft in it; ``head.num_candidates`` may differ from training, everything el
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError
 from specvocab_model.draft import SpecVocabDraft
-from specvocab_model.export import Provenance, save_checkpoint
+from specvocab_model.export import Provenance, read_tensors, save_checkpoint
+from specvocab_model.files import read_json, require_fields
 from specvocab_model.target import TORCH_DTYPES, TargetSpec, load_spec
+
+TRAIN_AGAIN = "remove its folder and start the training command again: it goes on from its last checkpoint"
+TRAINING_FIELDS = {"step": int, "metrics": dict, "config": dict, "target_fingerprint": str,
+                   "data_manifest_sha256": str, "git_commit": str | None}
 
 
 @hydra_main
@@ -41,11 +43,15 @@ def export(config: Config) -> Path:
     if not (final / "training.json").is_file():
         command = shlex.join(["accelerate", "launch", "train/main.py", *sys.argv[1:]])
         raise ConfigError(f"{final} holds no finished run; train it with: {command}")
-    training = json.loads((final / "training.json").read_text(encoding="utf-8"))
+    path = final / "training.json"
+    training = read_json(path, TRAIN_AGAIN)
+    require_fields(training, TRAINING_FIELDS, path, TRAIN_AGAIN)
     spec = load_spec(config.target)
     check_run(training, config, spec)
     model = SpecVocabDraft.build(spec, config.draft, config.head)
-    model.load_state_dict(load_file(final / "model.safetensors"))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    digest = training.get("model_sha256")  # older runs do not have it
+    model.load_state_dict(read_tensors(final / "model.safetensors", shapes, TRAIN_AGAIN, digest))
     provenance = Provenance(
         step=training["step"],
         metrics=training["metrics"],

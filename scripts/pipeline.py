@@ -26,10 +26,12 @@ from typing import Any, NoReturn
 from data_gen.shards import MANIFEST_FILE, read_manifest
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError, TargetConfig
+from specvocab_model.files import read_json, require_fields
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 HEARTBEAT_S = 2.0  # how much of a stage's time a kill can lose
 GRACE_S = 30.0  # for a stage to end after it was told to
+FORGET_IT = "remove it: its stages are started again, and go on where they were"
 GOES_ON = "; the same command goes on from here"
 ENVIRONMENT = {
     "GOMP_SPINCOUNT": "2000",  # see scripts/environment.sh
@@ -127,7 +129,11 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.stages: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+        self.stages: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            self.stages = read_json(path, FORGET_IT)
+        for stage in self.stages.values():
+            require_fields(stage, {"fingerprint": str, "finished": bool, "seconds": float}, path, FORGET_IT)
 
     def is_finished(self, stage: Stage, fingerprint: str) -> bool:
         entry = self.stages.get(stage.name, {})
@@ -219,8 +225,9 @@ def exclusive(path: Path) -> Iterator[int]:
 def collect(config: Config, seconds: dict[str, float]) -> dict[str, Any]:
     """The figures of ``results.json``, from what the stages wrote."""
     output = Path(config.output_dir)
-    evaluation = json.loads((output / "evaluation.json").read_text())
-    speculator = json.loads((output / "export/vocabulary_speculator/config.json").read_text())
+    again = "remove it and start the same command again"
+    evaluation = read_json(output / "evaluation.json", again)
+    speculator = read_json(output / "export/vocabulary_speculator/config.json", again)
     recall = evaluation["candidate_recall"]
     speed = evaluation["tokens_per_second"]
     return {

@@ -9,6 +9,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specvocab_model.config import ConfigError, DraftConfig
 from specvocab_model.draft import DraftArchitecture
@@ -123,10 +124,14 @@ def read_architecture(
         if isinstance(size := config.get(key), int) and size < 1:
             raise ConfigError(f"{where} has {key}={size}; it must be at least 1")
     try:
-        llama = LlamaConfig(**config)  # knows both spellings of RoPE and the defaults that older drafts leave out
+        # Knows both spellings of RoPE and the defaults that older drafts leave out; the type is that of the tensors.
+        llama = LlamaConfig(**{key: value for key, value in config.items() if key not in ("torch_dtype", "dtype")})
     except StrictDataclassError as error:
         raise ConfigError(f"{where} describes no Llama layer: {' '.join(str(error).split())}") from error
     assert isinstance(llama.rope_parameters, dict)
+    rope_type = llama.rope_parameters["rope_type"]
+    if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise ConfigError(f"{where} has rope_type={rope_type!r}; known are default, {', '.join(ROPE_INIT_FUNCTIONS)}")
     assert llama.num_key_value_heads is not None and llama.head_dim is not None  # LlamaConfig fills them in
     draft_vocab_size = config.get("draft_vocab_size")
     if draft_vocab_size not in (None, llama.vocab_size):

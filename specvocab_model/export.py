@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,22 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from specvocab_model.config import ConfigError, HeadConfig
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.eagle3 import check_tensors, engine_config, read_architecture, tensor_shapes
+from specvocab_model.files import read_json, require_fields, sha256
 from specvocab_model.model_card import model_card
 from specvocab_model.speculator import VocabSpeculator
 from specvocab_model.target import TargetSpec
 
 SCHEMA_VERSION = 1
 SPECULATOR_FOLDER = "vocabulary_speculator"
+DRAFT_FILE = "model.safetensors"
+SPECULATOR_FILE = f"{SPECULATOR_FOLDER}/model.safetensors"
 PROVENANCE_FILE = "specvocab.json"
+COPY_AGAIN = "copy or export the whole folder again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +84,13 @@ def save_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     _write_json(partial / "config.json", engine_config(architecture, target_spec, dtype))
-    save_file(draft, partial / "model.safetensors", metadata={"format": "pt"})
+    save_file(draft, partial / DRAFT_FILE, metadata={"format": "pt"})
     speculator_config = None
     if model.speculator is not None:
         speculator_config = _write_speculator(partial / SPECULATOR_FOLDER, model.speculator, model.head_config, dtype)
     record = {
         "schema_version": SCHEMA_VERSION,
+        "sha256": {str(path.relative_to(partial)): sha256(path) for path in sorted(partial.rglob("*.safetensors"))},
         "target": {
             "name": target_spec.name,
             "model_type": target_spec.model_type,
@@ -111,7 +117,7 @@ def add_evaluation(folder: str | Path, evaluation: dict[str, Any]) -> None:
         evaluation: ``Evaluation.to_dict()``.
     """
     folder = Path(folder)
-    record = _read_json(folder / PROVENANCE_FILE) | {"evaluation": evaluation}
+    record = read_json(folder / PROVENANCE_FILE, COPY_AGAIN) | {"evaluation": evaluation}
     card = folder / ".README.md.partial"
     card.write_text(model_card(record), encoding="utf-8")
     _write_json(folder / f".{PROVENANCE_FILE}.partial", record)
@@ -133,21 +139,25 @@ def load_checkpoint(folder: str | Path, target_spec: TargetSpec | None = None) -
     """
     folder = Path(folder)
     record = _read_provenance(folder)
-    config_path = folder / "config.json"
+    path = folder / "config.json"
+    config = read_json(path, COPY_AGAIN)
+    require_fields(config, {"hidden_size": object, "vocab_size": object}, path, COPY_AGAIN)
     num_unroll_steps = None if record is None else record["num_unroll_steps"]
-    architecture = read_architecture(_read_json(config_path), str(config_path), num_unroll_steps, target_spec)
+    architecture = read_architecture(config, str(path), num_unroll_steps, target_spec)
     if target_spec is not None:
         _check_sizes(architecture, target_spec, str(folder))
         if record is not None:
             _check_fingerprint(record["target"], target_spec, folder)
     model = SpecVocabDraft(architecture, _read_head_config(folder, record))
     # assign=True keeps the stored type without casting the module, which would round its fp32 RoPE frequencies too.
-    path = folder / "model.safetensors"
-    model.draft.load_state_dict(_read_tensors(path, tensor_shapes(architecture)), assign=True)
+    written = {} if record is None else record.get("sha256", {})  # older checkpoints do not have it
+
+    def fill(module: nn.Module, file: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        module.load_state_dict(read_tensors(folder / file, shapes, COPY_AGAIN, written.get(file)), assign=True)
+
+    fill(model.draft, DRAFT_FILE, tensor_shapes(architecture))
     if model.speculator is not None:
-        path = folder / SPECULATOR_FOLDER / "model.safetensors"
-        shapes = speculator_tensor_shapes(model.speculator)
-        model.speculator.load_state_dict(_read_tensors(path, shapes), assign=True)
+        fill(model.speculator, SPECULATOR_FILE, speculator_tensor_shapes(model.speculator))
     return model
 
 
@@ -157,6 +167,29 @@ def speculator_tensor_shapes(speculator: VocabSpeculator) -> dict[str, tuple[int
         "down_proj.weight": (speculator.rank, speculator.down_proj.in_features),
         "vocab_proj.weight": (speculator.vocab_size, speculator.rank),
     }
+
+
+def read_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], fix: str, digest: str | None) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, checked.
+
+    Args:
+        shapes: what the file must hold.
+        fix: what the user should do if it is damaged.
+        digest: SHA-256 that the file had when it was written, where that is known.
+
+    Raises:
+        ConfigError: the file is missing, truncated, has other tensors or other bytes.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing; {fix}")
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is damaged or not complete ({error}); {fix}") from error
+    check_tensors(tensors, shapes, str(path))
+    if digest is not None and sha256(path) != digest:
+        raise ConfigError(f"{path} is damaged or was changed: its SHA-256 is not the one it was written with; {fix}")
+    return tensors
 
 
 def _write_speculator(
@@ -187,8 +220,11 @@ def _read_provenance(folder: Path) -> dict[str, Any] | None:
         if (folder / SPECULATOR_FOLDER).exists():
             raise ConfigError(f"{folder} has a speculator but no {PROVENANCE_FILE}; copy the whole exported folder")
         return None
-    record = _read_json(path)
+    record = read_json(path, COPY_AGAIN)
     _check_schema_version(record, path)
+    fields = {"num_unroll_steps": int, "target": dict, "speculator": dict | None}
+    require_fields(record, fields, path, COPY_AGAIN)
+    require_fields(record["target"], {"name": str, "fingerprint": str}, path, COPY_AGAIN)
     return record
 
 
@@ -196,8 +232,10 @@ def _read_head_config(folder: Path, record: dict[str, Any] | None) -> HeadConfig
     if record is None or record["speculator"] is None:
         return HeadConfig(type="full")
     path = folder / SPECULATOR_FOLDER / "config.json"
-    config = _read_json(path)
+    config = read_json(path, COPY_AGAIN)
     _check_schema_version(config, path)
+    fields = {"rank": int, "num_candidates": int, "selection": str, "quantization": object}
+    require_fields(config, fields, path, COPY_AGAIN)
     if config["quantization"] is not None:
         raise ConfigError(f"{path} has quantization={config['quantization']!r}; only null can be loaded")
     return HeadConfig(
@@ -230,26 +268,6 @@ def _check_fingerprint(recorded: dict[str, Any], target_spec: TargetSpec, folder
 
 def _stored(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state.items()}
-
-
-def _read_tensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise ConfigError(f"{path} is missing; copy the whole exported folder")
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise ConfigError(f"{path} is damaged or not complete ({error}); copy the exported folder again") from error
-    check_tensors(tensors, shapes, str(path))
-    return tensors
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"{path} is missing; give the whole folder of an exported draft")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # the base of decoding and JSON errors
-        raise ConfigError(f"{path} is not JSON ({error}); copy the whole exported folder again") from error
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -57,7 +57,11 @@ def _bf16_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _gguf_samples(file: Path) -> Iterator[tuple[str, tuple[int, ...], bytes]]:
-    for tensor in GGUFReader(file).tensors:
+    try:
+        tensors = GGUFReader(file).tensors
+    except ValueError as error:
+        raise ConfigError(f"{file} is damaged or not complete ({error}); fetch it again") from error
+    for tensor in tensors:
         data = tensor.data.reshape(-1, tensor.data.shape[-1])
         rows = sorted({0, len(data) // 2, len(data) - 1})
         yield tensor.name, tuple(int(size) for size in tensor.shape), data[rows, :SAMPLE_WIDTH].tobytes()

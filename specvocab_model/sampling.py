@@ -9,6 +9,7 @@ numbers that are nearly equal.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +31,8 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive and finite")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be 0 (off) or positive")
         if not 0 < self.top_p <= 1:

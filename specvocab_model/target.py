@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,22 +87,24 @@ class Target:
         """Load the target to ``device``, in ``config.dtype`` unless ``dtype`` is given.
 
         Raises:
-            ConfigError: the target is not found, or is of a kind that is not supported.
+            ConfigError: the target is not found, is of a kind that is not supported, or its weights are incomplete.
         """
         spec, tokenizer = load_spec_and_tokenizer(config)
         dtype = dtype or TORCH_DTYPES[config.dtype]
-        load = partial(
-            AutoModelForCausalLM.from_pretrained, resolve_model(config), attn_implementation=config.attn_implementation
+        load: Any = partial(  # the return type does not know of output_loading_info
+            AutoModelForCausalLM.from_pretrained, resolve_model(config), attn_implementation=config.attn_implementation,
+            output_loading_info=True, ignore_mismatched_sizes=True,  # refused below, in one line
         )
         if config.gguf_file:
             # Quantised blocks are unpacked to fp32 only. Then parameters alone are cast, as from_pretrained does it:
             # rotary frequencies are buffers, and bf16 would blur far positions.
             unpack = GgufConfig(dequantize=True)
-            model = load(**gguf_arguments(config), quantization_config=unpack, dtype=torch.float32)
+            model, info = load(**gguf_arguments(config), quantization_config=unpack, dtype=torch.float32)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype)
         else:
-            model = load(dtype=dtype)
+            model, info = load(dtype=dtype)
+        _check_complete(config, info)
         model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides the signature from mypy
         return cls(spec, model, tokenizer, feature_layers)
 
@@ -180,3 +183,16 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _check_complete(config: TargetConfig, loading_info: dict[str, Any]) -> None:
+    """Refuse what transformers only warns of: a tensor that the weights lack, or have in another shape, is random.
+
+    Raises:
+        ConfigError: naming the first such tensors.
+    """
+    wrong = sorted(loading_info["missing_keys"]) + sorted(name for name, *_ in loading_info["mismatched_keys"])
+    if wrong:
+        raise ConfigError(f"target.model={config.model!r}: config.json describes another model than the weights are of "
+                          f"({len(wrong)} tensors are missing or of another shape, among them {', '.join(wrong[:3])}); "
+                          "fetch it again")

@@ -5,7 +5,6 @@ A target is named by a hub id or a folder, with or without a GGUF file. Everythi
 
 from __future__ import annotations
 
-import json
 import os
 import ssl
 from functools import partial
@@ -18,9 +17,14 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from specvocab_model.config import ConfigError, TargetConfig
+from specvocab_model.files import read_json, require_fields
 
 HUB_TIMEOUT_S = 5.0
 HUB_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # beside the weights
+INDEX_FILE = "model.safetensors.index.json"
+JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+              "special_tokens_map.json", "added_tokens.json")
+FETCH_AGAIN = "bring the target here again"
 
 
 def target_cache_dir() -> Path:
@@ -95,13 +99,15 @@ def weight_files(folder: Path, gguf_file: str | None) -> list[Path]:
     """The files holding the target's weights: the GGUF file, or every safetensors shard.
 
     Raises:
-        ConfigError: a file is missing.
+        ConfigError: a file is missing, or the index of the shards cannot be read.
     """
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX_FILE
     if gguf_file is not None:
         files = [folder / gguf_file]
     elif index.is_file():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        content = read_json(index, FETCH_AGAIN)
+        require_fields(content, {"weight_map": dict}, index, FETCH_AGAIN)
+        files = [folder / name for name in sorted(set(content["weight_map"].values()))]
     else:
         files = [folder / "model.safetensors"]
     for file in files:
@@ -109,3 +115,19 @@ def weight_files(folder: Path, gguf_file: str | None) -> list[Path]:
             raise ConfigError(f"target folder {folder} has no {file.name}; a target needs safetensors weights "
                               "(or target.gguf_file), complete")
     return files
+
+
+def check_text_files(folder: Path) -> None:
+    """See that what transformers will read beside the weights can be read: it says nothing useful if not.
+
+    Raises:
+        ConfigError: a file of a known name is no JSON object, or a chat template is no text.
+    """
+    for name in JSON_FILES:
+        if (folder / name).is_file():
+            read_json(folder / name, FETCH_AGAIN)
+    for template in folder.glob("*.jinja"):
+        try:
+            template.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{template} is damaged: it is no text ({error}); {FETCH_AGAIN}") from error

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from specvocab_model.config import ConfigError, TargetConfig
 from specvocab_model.fingerprint import weights_digest
-from specvocab_model.target_files import resolve_model
+from specvocab_model.target_files import FETCH_AGAIN, check_text_files, resolve_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,10 @@ def load_spec(config: TargetConfig) -> TargetSpec:
 def load_spec_and_tokenizer(config: TargetConfig) -> tuple[TargetSpec, PreTrainedTokenizerBase]:
     """As ``load_spec``; the tokenizer has to be read anyway."""
     folder = resolve_model(config)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **gguf_arguments(config))
-    return _spec(config, folder, _model_config(config, folder), tokenizer), tokenizer
+    check_text_files(folder)
+    model_config = _model_config(config, folder)
+    tokenizer = _tokenizer(config, folder)
+    return _spec(config, folder, model_config, tokenizer), tokenizer
 
 
 def gguf_arguments(config: TargetConfig) -> dict[str, str]:
@@ -94,8 +97,9 @@ def gguf_arguments(config: TargetConfig) -> dict[str, str]:
 def _model_config(config: TargetConfig, folder: Path) -> PreTrainedConfig:
     try:
         model_config = AutoConfig.from_pretrained(folder, **gguf_arguments(config))
-    except (OSError, ValueError) as error:  # no config.json, or a model type that transformers does not know
-        raise ConfigError(f"target.model={config.model!r}: {str(error).splitlines()[0]}") from error
+    # No config.json, a model type that transformers does not know, or a field of the wrong type.
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise ConfigError(f"target.model={config.model!r}: {' '.join(str(error).split())}") from error
     if model_config.model_type not in LAYOUTS:
         raise ConfigError(
             f"target.model={config.model!r} is of type {model_config.model_type!r}; supported are text models of type "
@@ -106,6 +110,15 @@ def _model_config(config: TargetConfig, folder: Path) -> PreTrainedConfig:
         raise ConfigError(f"target.attn_implementation={config.attn_implementation!r} does not work for type "
                           f"{model_config.model_type!r}; use {' or '.join(attention)}")
     return model_config
+
+
+def _tokenizer(config: TargetConfig, folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder, **gguf_arguments(config))
+    except Exception as error:  # the tokenizers library raises Exception itself; here only the user's files are read
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"target folder {folder}: no tokenizer can be read from "
+                          f"{config.gguf_file or 'tokenizer.json'} ({reason}); {FETCH_AGAIN}") from error
 
 
 def _spec(

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from specvocab_model.config import Config, ConfigError
+from specvocab_model.files import read_json, require_fields, sha256
 
 STATE_FILE = "state.json"
 LATEST_FILE = "latest"
@@ -91,7 +92,9 @@ class Checkpoints:
         accelerator.wait_for_everyone()
         accelerator.save_state(str(partial))
         if accelerator.is_main_process:
-            content = {"state": asdict(state), "identity": self.identity}
+            parts = sorted(path for path in partial.rglob("*") if path.is_file())
+            digests = {str(path.relative_to(partial)): sha256(path) for path in parts}
+            content = {"state": asdict(state), "identity": self.identity, "sha256": digests}
             (partial / STATE_FILE).write_text(json.dumps(content, indent=2))
         accelerator.wait_for_everyone()
         if accelerator.is_local_main_process:
@@ -128,10 +131,11 @@ class Checkpoints:
         """Load the newest checkpoint into the prepared model and optimizer, and the RNG of this rank.
 
         Raises:
-            ConfigError: it was written by a run with other settings, data, target or number of ranks.
+            ConfigError: it was written by a run with other settings, data, target or number of ranks, or a part of it
+                is missing or damaged.
         """
-        folder = self.folder / (self.folder / LATEST_FILE).read_text()
-        content = json.loads((folder / STATE_FILE).read_text())
+        folder = self._newest()
+        content = self._read_state(folder)
         then, now = content["identity"], self.identity
         differences = [
             f"{key}: {then.get(key)!r} then, {now.get(key)!r} now"
@@ -142,8 +146,27 @@ class Checkpoints:
                 f"{folder} was written by another configuration ({'; '.join(differences)}); restore these settings, "
                 "choose another run_name, or start over with trainer.resume=false"
             )
+        for name, digest in content.get("sha256", {}).items():  # older checkpoints do not have it
+            if not (folder / name).is_file() or sha256(folder / name) != digest:
+                raise ConfigError(f"{folder / name} is missing or damaged; {self._go_back()}")
         self.accelerator.load_state(str(folder))
         return TrainState(**content["state"])
+
+    def _newest(self) -> Path:
+        name = (self.folder / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
+        if name not in (path.name for path in self.folder.iterdir() if path.is_dir()):
+            raise ConfigError(f"{self.folder / LATEST_FILE} names {name!r}, which is not there; {self._go_back()}")
+        return self.folder / name
+
+    def _read_state(self, folder: Path) -> dict[str, Any]:
+        path = folder / STATE_FILE
+        content = read_json(path, self._go_back())
+        require_fields(content, {"state": dict, "identity": dict}, path, self._go_back())
+        return content
+
+    def _go_back(self) -> str:
+        return (f"write the name of another checkpoint into {self.folder / LATEST_FILE} to go on from that one, or "
+                "start over with trainer.resume=false")
 
     def discard(self) -> None:
         """Forget an earlier run of this name: checkpoints and result, which would pass for the result of this one."""
@@ -168,7 +191,8 @@ def save_final(folder: Path, accelerator: Accelerator, model: nn.Module, trainin
         partial.mkdir(parents=True)
         on_cpu = {name: tensor.to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
         save_file(on_cpu, partial / MODEL_FILE, metadata={"format": "pt"})
-        (partial / TRAINING_FILE).write_text(json.dumps(training, indent=2))
+        record = training | {"model_sha256": sha256(partial / MODEL_FILE)}
+        (partial / TRAINING_FILE).write_text(json.dumps(record, indent=2))
         _flush_tree(partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)

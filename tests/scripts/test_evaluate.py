@@ -117,6 +117,14 @@ def test_a_missing_checkpoint_names_the_command_that_makes_it(config: Config, mo
         evaluate.run(config)
 
 
+def test_an_export_without_provenance_is_refused_before_anything_is_loaded(config: Config):
+    export(config)
+    Path(config.output_dir, "export", "specvocab.json").unlink()
+    config.eval.prompts = "nowhere.jsonl"
+    with pytest.raises(ConfigError, match=r"export has no specvocab\.json, in which the measurement is recorded"):
+        evaluate.run(config)
+
+
 @pytest.mark.parametrize("asked", ["Sort  a LIST.", "Sort a vector."])
 def test_prompts_that_were_trained_on_are_refused(config: Config, tmp_path: Path, asked: str):
     row = Row(id="r", source="s", input_ids=[1, 2], loss_mask=[0, 1], finish_reason="length", messages=[

@@ -140,6 +140,13 @@ def test_seconds_add_up_over_restarts_and_start_anew_with_other_settings(stage, 
     assert record.start(stage, "b") == 0
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"train": {"finished": true}}', '{"train": 3}'])
+def test_a_damaged_record_is_named(content, tmp_path):
+    (tmp_path / "pipeline.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"pipeline\.json is damaged: .*; remove it"):
+        Record(tmp_path / "pipeline.json")
+
+
 @pytest.mark.parametrize(("program", "code", "message"), [
     ("import sys; sys.exit(2)", 2, "train failed with exit code 2; its message is above"),
     ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL,

@@ -166,7 +166,7 @@ def test_an_incomplete_folder_is_not_loaded(part, folder):
     path.write_bytes(path.read_bytes()[:-1])
     assert f"{path} is damaged or not complete" in error_of(lambda: load_checkpoint(folder))
     path.unlink()
-    assert "is missing; copy the whole exported folder" in error_of(lambda: load_checkpoint(folder))
+    assert "is missing; copy or export the whole folder again" in error_of(lambda: load_checkpoint(folder))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_parts_of_a_checkpoint_are_refused(folder):
     (folder / "vocabulary_speculator/model.safetensors").unlink()
     (folder / "vocabulary_speculator/config.json").unlink()
     (folder / "vocabulary_speculator").rmdir()
-    assert "config.json is not JSON" in error_of(lambda: load_checkpoint(folder))
+    assert "config.json is damaged: it is not JSON" in error_of(lambda: load_checkpoint(folder))
 
 
 @pytest.mark.parametrize("layers", ["both", "vllm", "vllm, null", "sglang", "neither"])

@@ -131,7 +131,10 @@ def test_probabilities_keep_impossible_tokens_impossible():
     torch.testing.assert_close(probabilities, torch.tensor([[0.0, -math.inf, 2.0, -math.inf]]).double().softmax(-1))
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}])
+@pytest.mark.parametrize("wrong", [
+    {"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0},
+    {"top_p": 1.5}, {"top_p": math.nan},
+])
 def test_values_outside_their_range_are_refused(wrong: dict):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampling(**wrong)
