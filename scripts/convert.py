@@ -11,26 +11,30 @@ probable token, the target's and the full-vocabulary draft's, is among the candi
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from data_gen.chat import encode_prompt, user_turn
 from data_gen.engines import Completion, SamplingParams, TransformersEngine
 from data_gen.prompts import load_prompts
-from specvocab_model.attention import DraftCache
 from specvocab_model.cli import EXIT_CONFIG_ERROR
-from specvocab_model.config import DTYPES, ConfigError, HeadConfig, TargetConfig
+from specvocab_model.config import DTYPES, QUANTIZATIONS, SELECTIONS, ConfigError, HeadConfig, TargetConfig
 from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
-from specvocab_model.evaluation import CandidateRecall
+from specvocab_model.draft_states import (
+    Coverage,
+    collect_draft_states,
+    describe_cost,
+    measure_coverage,
+    quantization_cost,
+)
 from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
-from specvocab_model.heads import FullHead, SpeculativeHead
-from specvocab_model.speculator import VocabSpeculator, collect_final_hidden
+from specvocab_model.speculator import VocabSpeculator, build_selection, collect_final_hidden
 from specvocab_model.target import Target, load_spec
 
 HELD_OUT = 5  # every fifth answer measures instead of calibrating
@@ -67,7 +71,11 @@ def build_parser() -> argparse.ArgumentParser:
     text.add_argument("--seed", type=int, default=0, help="of the invented prompts; answers are greedy")
     speculator = parser.add_argument_group("speculator")
     speculator.add_argument("--rank", type=positive, help="by default hidden_size / 8")
-    speculator.add_argument("--num-candidates", type=int, default=HeadConfig().num_candidates)
+    speculator.add_argument("--selection", choices=SELECTIONS, default="tile", help="the best of every tile, or of all")
+    speculator.add_argument("--num-candidates", type=int, help="by default 2048; of tiles at least so many")
+    speculator.add_argument("--tile", type=int, help="ids of a tile, a power of two, in the place of --num-candidates")
+    speculator.add_argument("--keep", type=int, help="candidates of a tile")
+    speculator.add_argument("--quantization", choices=QUANTIZATIONS, help="8-bit vocab_proj")
     return parser
 
 
@@ -79,8 +87,8 @@ def positive(text: str) -> int:
     return value
 
 
-def convert(options: argparse.Namespace) -> CandidateRecall:
-    """Calibrate, measure, save; returns the recall.
+def convert(options: argparse.Namespace) -> Coverage:
+    """Calibrate, measure, save; returns what the candidates cover.
 
     Raises:
         ConfigError: draft, target or prompts are missing or do not fit together.
@@ -89,7 +97,8 @@ def convert(options: argparse.Namespace) -> CandidateRecall:
                                  attn_implementation=options.attn_implementation)
     model = load_checkpoint(options.draft, load_spec(target_config))
     head_config = HeadConfig(rank=options.rank or max(1, model.architecture.hidden_size // 8),
-                             num_candidates=options.num_candidates)
+                             num_candidates=options.num_candidates, selection=options.selection, tile=options.tile,
+                             keep=options.keep, quantization=options.quantization)
     target = Target.load(target_config, device=options.device, feature_layers=model.architecture.feature_layers)
 
     rows = write_text(target, options)
@@ -97,15 +106,26 @@ def convert(options: argparse.Namespace) -> CandidateRecall:
     held_out_rows = rows[::HELD_OUT]
     num_states = sum(sum(row["loss_mask"]) for row in calibration_rows)
     add_speculator(model, target, head_config, calibration_rows, num_states)
+    exact = copy.deepcopy(model.speculator)
     place_draft(model, target)
-    recall = measure_recall(model, target, held_out_rows)
-    shares = recall.to_dict()
-    print(f"rank {head_config.rank}, {head_config.num_candidates} candidates of {target.spec.vocab_size} tokens, "
-          f"calibrated on {num_states} positions; on {recall.num_positions} others the candidates hold\n"
-          f"  {shares['target_top1']:.2%} of the target's most probable tokens\n"
-          f"  {shares['draft_top1']:.2%} of the full-vocabulary draft's most probable tokens")
+    states = collect_draft_states(target, model, held_out_rows, num_steps=1, num_tokens=num_states)
+    speculator, lm_head = model.speculator, target.lm_head_weight
+    assert speculator is not None and exact is not None
+    recall = measure_coverage(states, speculator.head_weights(lm_head))
+    print(f"rank {head_config.rank}, {speculator.num_candidates} candidates of {target.spec.vocab_size} tokens, "
+          f"calibrated on {num_states} positions; on {states.num_valid} others the candidates hold\n"
+          f"  {recall.target_top1:.2%} of the target's most probable tokens\n"
+          f"  {recall.draft_top1:.2%} of the full-vocabulary draft's most probable tokens")
+    cost = None
+    if options.quantization is not None:
+        exact.quantize(options.quantization)
+        cost = quantization_cost(states, lm_head, before=speculator, after=exact)
+        print(describe_cost(cost, "of these positions"))
+        model.speculator = exact
 
-    provenance = Provenance(metrics={"candidate_recall": shares}, config={"convert": vars(options)})
+    shares = {"target_top1": recall.target_top1, "draft_top1": recall.draft_top1, "num_positions": states.num_valid}
+    provenance = Provenance(metrics={"candidate_recall": shares}, candidate_recall=cost,
+                            config={"convert": vars(options)})
     save_checkpoint(options.output, model, target.spec, provenance, dtype=target.lm_head_weight.dtype)
     print(f"saved to {options.output}")
     return recall
@@ -179,43 +199,11 @@ def add_speculator(
     Raises:
         ConfigError: the rank does not fit the target, or there are fewer states than that.
     """
-    speculator = VocabSpeculator(target.spec.hidden_size, target.spec.vocab_size, head_config.rank or 0,
-                                 head_config.num_candidates).to(target.device)
+    selection = build_selection(head_config, target.spec.vocab_size)
+    speculator = VocabSpeculator(target.spec.hidden_size, head_config.rank or 0, selection).to(target.device)
     states = tqdm(collect_final_hidden(target, rows, num_states), total=len(rows), desc="calibration", unit=" rows")
     speculator.initialise("calibration", target.lm_head_weight, states)
     model.speculator, model.head_config = speculator, head_config
-
-
-@torch.inference_mode()
-def measure_recall(model: SpecVocabDraft, target: Target, rows: list[Row]) -> CandidateRecall:
-    """Recall of the candidates that the draft's first step selects, at every position of the answers."""
-    assert model.speculator is not None
-    recall = CandidateRecall(SpeculativeHead(target, model.speculator), FullHead(target))
-    for row in tqdm(rows, desc="recall", unit=" rows"):
-        hidden, target_ids = first_step(model, target, row)
-        recall.hidden.append(hidden)
-        recall.target_ids.append(target_ids)
-        recall.count()
-    return recall
-
-
-def first_step(model: SpecVocabDraft, target: Target, row: Row) -> tuple[Tensor, Tensor]:
-    """The draft's first step over one sequence, where the token it predicts belongs to the answer.
-
-    At position ``t`` the draft reads the features there and ``x[t+1]``, and predicts ``x[t+2]``, as the target does at
-    position ``t+1``.
-
-    Returns:
-        Normalised draft output [n, d] and the target's most probable tokens there, int64 [n].
-    """
-    input_ids = torch.tensor([row["input_ids"]], device=target.device)
-    supervised = torch.tensor(row["loss_mask"], dtype=torch.bool, device=target.device)[2:]
-    output = target.forward(input_ids)
-    hidden = model.draft.fuse(output.features[:, :-2])
-    positions = torch.arange(hidden.shape[1], device=target.device)[None]
-    hidden = model.draft.forward_cached(hidden, target.embed(input_ids[:, 1:-1]), positions, DraftCache())
-    teacher = FullHead(target)(output.final_hidden[0, 1:-1][supervised])
-    return model.draft.norm(hidden[0])[supervised], teacher.greedy_tokens()
 
 
 if __name__ == "__main__":

@@ -3,23 +3,34 @@
     python scripts/export.py +experiment=quickstart [the overrides of the training run]
 
 Reads ``output_dir/final/``, writes ``output_dir/export/``. Weights are stored in the target's type, because engines run
-the draft in it; ``head.num_candidates`` may differ from training, everything else that shapes the weights may not.
+the draft in it. How candidates are selected may differ from training, what shapes the weights may not.
+
+With ``head.quantization=fp8`` or ``int8`` the speculator's ``vocab_proj`` is rounded to 8 bits. Where the validation
+data are on this machine, the target then runs over some of them to say what that costs in candidate recall.
 """
 
 from __future__ import annotations
 
+import copy
 import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from data_gen.shards import MANIFEST_FILE, load_rows
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError
+from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.draft_states import collect_draft_states, describe_cost, quantization_cost
 from specvocab_model.export import Provenance, read_tensors, save_checkpoint
 from specvocab_model.files import read_json, require_fields
-from specvocab_model.target import TORCH_DTYPES, TargetSpec, load_spec
+from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec
+
+RECALL_TOKENS = 4096  # of the validation data, that rounding is judged on
 
 TRAIN_AGAIN = "remove its folder and start the training command again: it goes on from its last checkpoint"
 TRAINING_FIELDS = {"step": int, "metrics": dict, "config": dict, "target_fingerprint": str,
@@ -52,14 +63,39 @@ def export(config: Config) -> Path:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     digest = training.get("model_sha256")  # older runs do not have it
     model.load_state_dict(read_tensors(final / "model.safetensors", shapes, TRAIN_AGAIN, digest))
+    recall = None if config.head.quantization is None else quantize(model, config.head.quantization, config)
     provenance = Provenance(
         step=training["step"],
         metrics=training["metrics"],
         data_manifest_sha256=training["data_manifest_sha256"],
         git_commit=training["git_commit"],
         config=training["config"],
+        candidate_recall=recall,
     )
     return save_checkpoint(output / "export", model, spec, provenance, dtype=TORCH_DTYPES[config.target.dtype])
+
+
+def quantize(model: SpecVocabDraft, precision: str, config: Config) -> dict[str, Any] | None:
+    """Round ``vocab_proj`` and say what that does to candidate recall; returns what is recorded of it."""
+    trained = copy.deepcopy(model)
+    assert trained.speculator is not None and model.speculator is not None  # HeadConfig sees to it
+    model.speculator.quantize(precision)
+    path = config.data.validation_path
+    if not Path(path, MANIFEST_FILE).is_file():
+        print(f"data.validation_path={path} is not on this machine: what rounding to {precision} costs in candidate "
+              "recall is not measured")
+        return None
+    target = Target.load(
+        config.target,
+        device="cuda" if torch.cuda.is_available() and not config.distributed.cpu else "cpu",
+        feature_layers=model.architecture.feature_layers,
+    )
+    place_draft(trained, target)
+    states = collect_draft_states(target, trained, load_rows(path), num_steps=model.architecture.num_unroll_steps,
+                                  num_tokens=RECALL_TOKENS)
+    cost = quantization_cost(states, target.lm_head_weight, before=trained.speculator, after=model.speculator)
+    print(describe_cost(cost, f"positions of {path}"))
+    return cost
 
 
 def check_run(training: dict[str, Any], config: Config, spec: TargetSpec) -> None:

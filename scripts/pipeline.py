@@ -110,11 +110,17 @@ def plan(config: Config) -> list[Stage]:
         Stage(
             name="train",
             script="train/main.py",
-            settings={key: nodes[key] for key in ("draft", "head", "data", "trainer", "optim", "distributed")},
+            settings={key: nodes[key] for key in ("draft", "data", "trainer", "optim", "distributed")}
+            | {"head": {key: value for key, value in nodes["head"].items() if key != "quantization"}},
             result=output / "final" / "training.json",
             several_ranks=True,
         ),
-        Stage(name="export", script="scripts/export.py", settings={}, result=output / "export" / "config.json"),
+        Stage(
+            name="export",
+            script="scripts/export.py",
+            settings={"quantization": config.head.quantization},
+            result=output / "export" / "config.json",
+        ),
         Stage(
             name="evaluate",
             script="scripts/evaluate.py",

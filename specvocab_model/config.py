@@ -26,6 +26,8 @@ CONFIG_DIR = str(Path(__file__).resolve().parent.parent / "configs")
 
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS = ("full", "speculative")
+SELECTIONS = ("tile", "exact")
+QUANTIZATIONS = ("fp8", "int8")
 LOSSES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid")
 ENGINES = ("transformers", "openai")
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3")
@@ -106,18 +108,43 @@ class HeadConfig:
 
     type: str = "speculative"
     rank: int | None = None  # null: hidden_size / 8
-    num_candidates: int = 2048
-    selection: str = "exact"
+    selection: str = "tile"  # tile: the best `keep` ids of every `tile`, one kernel; exact: the best of all
+    num_candidates: int | None = None  # tile: at least so many; null: 2048, or what tile and keep give
+    tile: int | None = None  # ids of a tile, a power of two; null: chosen with keep by num_candidates
+    keep: int | None = None
+    quantization: str | None = None  # of the exported vocab_proj: fp8 or int8, one scale a row
     init: str = "calibration"
     calibration_tokens: int = 8192
 
     def __post_init__(self) -> None:
         _one_of("head.type", self.type, HEADS)
-        _one_of("head.selection", self.selection, ("exact",))
+        _one_of("head.selection", self.selection, SELECTIONS)
         _one_of("head.init", self.init, ("calibration", "svd", "random"))
-        _at_least("head.rank", self.rank, 1)
-        _at_least("head.num_candidates", self.num_candidates, 1)
-        _at_least("head.calibration_tokens", self.calibration_tokens, 1)
+        if self.quantization is not None:
+            _one_of("head.quantization", self.quantization, QUANTIZATIONS)
+            if self.type == "full":
+                raise ConfigError(f"head.quantization={self.quantization} rounds the speculator's vocab_proj, and "
+                                  "head.type='full' has none; drop it")
+        for name in ("rank", "num_candidates", "tile", "keep", "calibration_tokens"):
+            _at_least(f"head.{name}", getattr(self, name), 1)
+        self._check_tiles()
+
+    def _check_tiles(self) -> None:
+        if self.tile is None and self.keep is None:
+            return
+        if self.tile is None or self.keep is None:
+            raise ConfigError(f"head.tile={self.tile} and head.keep={self.keep} come together; set both, or neither "
+                              "and head.num_candidates")
+        if self.selection != "tile":
+            raise ConfigError(f"head.selection={self.selection!r} has no tiles; drop head.tile={self.tile} and "
+                              f"head.keep={self.keep}, or set head.selection=tile")
+        if self.num_candidates is not None:
+            raise ConfigError(f"head.tile={self.tile} and head.keep={self.keep} fix the number of candidates; drop "
+                              f"head.num_candidates={self.num_candidates}, or drop them")
+        if self.tile & (self.tile - 1):
+            raise ConfigError(f"head.tile={self.tile} must be a power of two")
+        if self.keep > self.tile:
+            raise ConfigError(f"head.keep={self.keep} must be at most head.tile={self.tile}")
 
 
 @dataclass(kw_only=True, slots=True)

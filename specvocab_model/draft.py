@@ -19,7 +19,7 @@ from specvocab_model.attention import DraftCache, Memory
 from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
 from specvocab_model.layers import MLP, RMSNorm, rotate
 from specvocab_model.losses import Objective, distillation_loss
-from specvocab_model.speculator import VocabSpeculator
+from specvocab_model.speculator import VocabSpeculator, build_selection
 from specvocab_model.target import TargetSpec, default_feature_layers
 from specvocab_model.unroll import UnrollPlan, plan_unroll, unroll, unrolled_positions
 
@@ -219,9 +219,8 @@ class SpecVocabDraft(nn.Module):
         self.speculator: VocabSpeculator | None = None
         if head_config.type == "speculative":
             rank = max(1, architecture.hidden_size // 8) if head_config.rank is None else head_config.rank
-            self.speculator = VocabSpeculator(
-                architecture.hidden_size, architecture.vocab_size, rank, head_config.num_candidates
-            )
+            selection = build_selection(head_config, architecture.vocab_size)
+            self.speculator = VocabSpeculator(architecture.hidden_size, rank, selection)
 
     @classmethod
     def build(cls, spec: TargetSpec, draft_config: DraftConfig, head_config: HeadConfig) -> SpecVocabDraft:

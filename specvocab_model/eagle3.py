@@ -96,7 +96,7 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
             problems.append(f"{name} is unknown")
         elif tuple(tensor.shape) != shapes[name]:
             problems.append(f"{name} has shape {tuple(tensor.shape)} instead of {shapes[name]}")
-        elif not torch.isfinite(tensor).all():
+        elif not torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all():
             problems.append(f"{name} is not finite")
     if problems:
         raise ConfigError(f"{where} is not a complete draft: {'; '.join(problems)}")

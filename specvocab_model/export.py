@@ -1,7 +1,7 @@
 """The checkpoint that users get: a stock EAGLE-3 draft with the vocabulary speculator in a folder beside it.
 
     config.json, model.safetensors     what vLLM and SGLang read; no embedding and no lm_head, both are the target's
-    vocabulary_speculator/             config.json and model.safetensors of the speculator
+    vocabulary_speculator/             config.json and model.safetensors of the speculator, 8-bit where wanted
     specvocab.json                     provenance: target, data, configuration, commit, metrics
     README.md                          model card
 
@@ -14,13 +14,15 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from specvocab_kernels.vocab_head import TileSelection
+from specvocab_kernels.vocab_head.weights import QUANTIZED
 from torch import Tensor, nn
 
 from specvocab_model.config import ConfigError, HeadConfig
@@ -31,7 +33,8 @@ from specvocab_model.model_card import model_card
 from specvocab_model.speculator import VocabSpeculator
 from specvocab_model.target import TargetSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, 2)  # 1: selection exact and no 8-bit vocab_proj
 SPECULATOR_FOLDER = "vocabulary_speculator"
 DRAFT_FILE = "model.safetensors"
 SPECULATOR_FILE = f"{SPECULATOR_FOLDER}/model.safetensors"
@@ -48,6 +51,14 @@ class Provenance:
     data_manifest_sha256: str | None = None
     git_commit: str | None = None
     config: dict[str, Any] | None = None
+    candidate_recall: dict[str, Any] | None = None  # before and after vocab_proj was rounded to 8 bits
+    tuning: dict[str, Any] | None = None  # what scripts/tune_head.py expects of this head
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Provenance:
+        """Of a checkpoint."""
+        record = read_json(Path(folder) / PROVENANCE_FILE, COPY_AGAIN)
+        return cls(**{entry.name: record[entry.name] for entry in fields(cls) if entry.name in record})
 
 
 def save_checkpoint(
@@ -87,7 +98,7 @@ def save_checkpoint(
     save_file(draft, partial / DRAFT_FILE, metadata={"format": "pt"})
     speculator_config = None
     if model.speculator is not None:
-        speculator_config = _write_speculator(partial / SPECULATOR_FOLDER, model.speculator, model.head_config, dtype)
+        speculator_config = _write_speculator(partial / SPECULATOR_FOLDER, model.speculator, dtype)
     record = {
         "schema_version": SCHEMA_VERSION,
         "sha256": {str(path.relative_to(partial)): sha256(path) for path in sorted(partial.rglob("*.safetensors"))},
@@ -148,7 +159,8 @@ def load_checkpoint(folder: str | Path, target_spec: TargetSpec | None = None) -
         _check_sizes(architecture, target_spec, str(folder))
         if record is not None:
             _check_fingerprint(record["target"], target_spec, folder)
-    model = SpecVocabDraft(architecture, _read_head_config(folder, record))
+    head_config = _read_head_config(folder, record)
+    model = SpecVocabDraft(architecture, head_config)
     # assign=True keeps the stored type without casting the module, which would round its fp32 RoPE frequencies too.
     written = {} if record is None else record.get("sha256", {})  # older checkpoints do not have it
 
@@ -157,16 +169,20 @@ def load_checkpoint(folder: str | Path, target_spec: TargetSpec | None = None) -
 
     fill(model.draft, DRAFT_FILE, tensor_shapes(architecture))
     if model.speculator is not None:
+        if head_config.quantization is not None:
+            model.speculator.quantize(head_config.quantization)  # of values that are replaced: for its tensors' names
         fill(model.speculator, SPECULATOR_FILE, speculator_tensor_shapes(model.speculator))
+        _check_precision(model.speculator, folder / SPECULATOR_FILE)
     return model
 
 
 def speculator_tensor_shapes(speculator: VocabSpeculator) -> dict[str, tuple[int, ...]]:
-    """Every tensor of ``vocabulary_speculator/model.safetensors`` and its shape."""
-    return {
+    """Every tensor of ``vocabulary_speculator/model.safetensors`` and its shape; rows of ``vocab_proj`` are by id."""
+    shapes: dict[str, tuple[int, ...]] = {
         "down_proj.weight": (speculator.rank, speculator.down_proj.in_features),
         "vocab_proj.weight": (speculator.vocab_size, speculator.rank),
     }
+    return shapes if speculator.quantization is None else shapes | {"vocab_proj.scales": (speculator.vocab_size,)}
 
 
 def read_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], fix: str, digest: str | None) -> dict[str, Tensor]:
@@ -192,20 +208,27 @@ def read_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], fix: str, di
     return tensors
 
 
-def _write_speculator(
-    folder: Path, speculator: VocabSpeculator, head_config: HeadConfig, dtype: torch.dtype
-) -> dict[str, Any]:
-    tensors = _stored(speculator.state_dict(), dtype)
+def _write_speculator(folder: Path, speculator: VocabSpeculator, dtype: torch.dtype) -> dict[str, Any]:
+    state = speculator.state_dict()
+    tensors = _stored(state, dtype)
+    if speculator.quantization is not None:  # fp32 scales and 8-bit rows stay what they are
+        tensors |= {name: state[name].cpu().contiguous() for name in ("vocab_proj.weight", "vocab_proj.scales")}
     check_tensors(tensors, speculator_tensor_shapes(speculator), "the speculator")
+    selection = speculator.selection
+    tile, keep = (selection.tile, selection.keep) if isinstance(selection, TileSelection) else (None, None)
     config = {
         "schema_version": SCHEMA_VERSION,
         "rank": speculator.rank,
         "num_candidates": speculator.num_candidates,
-        "selection": head_config.selection,
+        "selection": "exact" if tile is None else "tile",
+        "tile": tile,
+        "keep": keep,
         "hidden_size": speculator.down_proj.in_features,
         "vocab_size": speculator.vocab_size,
         "dtype": str(dtype).removeprefix("torch."),
-        "quantization": None,
+        "quantization": speculator.quantization,
+        "scales": None if speculator.quantization is None else {"tensor": "vocab_proj.scales", "per": "row",
+                                                                "dtype": "float32"},
     }
     folder.mkdir()
     _write_json(folder / "config.json", config)
@@ -234,22 +257,34 @@ def _read_head_config(folder: Path, record: dict[str, Any] | None) -> HeadConfig
     path = folder / SPECULATOR_FOLDER / "config.json"
     config = read_json(path, COPY_AGAIN)
     _check_schema_version(config, path)
-    fields = {"rank": int, "num_candidates": int, "selection": str, "quantization": object}
-    require_fields(config, fields, path, COPY_AGAIN)
-    if config["quantization"] is not None:
-        raise ConfigError(f"{path} has quantization={config['quantization']!r}; only null can be loaded")
-    return HeadConfig(
-        type="speculative",
-        rank=config["rank"],
-        num_candidates=config["num_candidates"],
-        selection=config["selection"],
-    )
+    known = {"rank": int, "num_candidates": int, "selection": str, "quantization": str | None}
+    tiled = config.get("selection") == "tile"
+    require_fields(config, known | ({"tile": int, "keep": int} if tiled else {}), path, COPY_AGAIN)
+    try:
+        return HeadConfig(
+            rank=config["rank"],
+            selection=config["selection"],
+            num_candidates=None if tiled else config["num_candidates"],
+            tile=config["tile"] if tiled else None,
+            keep=config["keep"] if tiled else None,
+            quantization=config["quantization"],
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _check_schema_version(record: dict[str, Any], path: Path) -> None:
-    if record.get("schema_version") != SCHEMA_VERSION:
+    if record.get("schema_version") not in READABLE_VERSIONS:
         raise ConfigError(f"{path} has schema_version={record.get('schema_version')!r}, but this release reads "
-                          f"{SCHEMA_VERSION}; install the specvocab release that wrote it, or export again")
+                          f"{' and '.join(map(str, READABLE_VERSIONS))}; install the specvocab release that wrote it, "
+                          "or export again")
+
+
+def _check_precision(speculator: VocabSpeculator, path: Path) -> None:
+    dtype = speculator.vocab_proj.weight.dtype
+    if {eight_bits: name for name, eight_bits in QUANTIZED.items()}.get(dtype) != speculator.quantization:
+        raise ConfigError(f"{path} holds a vocab_proj of {dtype}, but its config.json says quantization="
+                          f"{speculator.quantization!r}; {COPY_AGAIN}")
 
 
 def _check_sizes(architecture: DraftArchitecture, target_spec: TargetSpec, where: str) -> None:

@@ -14,8 +14,8 @@ from specvocab_kernels.distill import DistillStats, distill
 from torch import Tensor
 
 from specvocab_model.acceptance import AcceptanceSums, prefix_products
-from specvocab_model.speculator import VocabSpeculator
-from specvocab_model.unroll import JudgedRows, judged_rows
+from specvocab_model.speculator import VocabSpeculator, candidate_rule
+from specvocab_model.unroll import JudgedRows, by_start, judged_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,7 @@ def distillation_loss(
         final_hidden: [B * T, d]; ``lm_head_weight`` [V, d]; ``step_weights`` [S].
         collect: also return the sums that metrics are made of.
     """
+    num_tiles, keep = (1, lm_head_weight.shape[0]) if speculator is None else candidate_rule(speculator.selection)
     loss, stats = distill(
         student_hidden,
         final_hidden.index_select(0, rows.teacher),
@@ -76,28 +77,27 @@ def distillation_loss(
         logit_scale=objective.logit_scale,
         logit_softcap=objective.logit_softcap,
         temperature=objective.temperature,
+        num_tiles=num_tiles,
         max_bytes=objective.max_bytes,
         collect=collect,
     )
     if stats is None:
         return loss, None
-    num_candidates = lm_head_weight.shape[0] if speculator is None else speculator.num_candidates
-    return loss, _acceptance_sums(stats, rows, final_hidden.shape[0], num_candidates)
+    return loss, _acceptance_sums(stats, rows, final_hidden.shape[0], keep)
 
 
-def _acceptance_sums(stats: DistillStats, rows: JudgedRows, num_positions: int, num_candidates: int) -> AcceptanceSums:
-    """Per-step sums; chains are followed by their start position, so correctness is scattered back to [S, B * T]."""
+def _acceptance_sums(stats: DistillStats, rows: JudgedRows, num_positions: int, keep: int) -> AcceptanceSums:
+    """Per-step sums over what the head would do with these weights.
+
+    Ranks count the ids that score strictly above, so of several equal scores at the end of a tile's best ``keep`` all
+    count as candidates here, and the lowest ids alone are the head's.
+    """
     valid = rows.valid
-    in_candidates = stats.target_rank < num_candidates
-
-    def by_start(flags: Tensor) -> Tensor:
-        # Without waiting for the device to count: what is not valid goes to a column of its own, which is dropped.
-        placed = torch.zeros(valid.shape[0], num_positions + 1, dtype=torch.bool, device=valid.device)
-        return placed.scatter_(1, torch.where(valid, rows.student, num_positions), flags)[:, :-1]
-
-    valid_at = by_start(valid)
-    reached, survived = prefix_products(by_start(stats.correct), valid_at)
-    _, survived_candidates = prefix_products(by_start(stats.correct & in_candidates), valid_at)
+    in_candidates = stats.target_rank < keep
+    valid_at = by_start(valid, rows, num_positions)
+    reached, survived = prefix_products(by_start(stats.correct, rows, num_positions), valid_at)
+    with_candidates = by_start(stats.correct & in_candidates, rows, num_positions)
+    _, survived_candidates = prefix_products(with_candidates, valid_at)
 
     def total(values: Tensor) -> Tensor:
         return torch.where(valid, values.double(), 0.0).sum(1)
@@ -109,7 +109,7 @@ def _acceptance_sums(stats: DistillStats, rows: JudgedRows, num_positions: int, 
         entropy=total(stats.entropy),
         acceptance=total(stats.acceptance),
         target_recall=total(in_candidates),
-        draft_recall=total(stats.draft_rank < num_candidates),
+        draft_recall=total(stats.draft_rank < keep),
         reached=reached.sum(1).double(),
         survived=survived.sum(1).double(),
         survived_candidates=survived_candidates.sum(1).double(),

@@ -10,8 +10,12 @@ def model_card(record: dict[str, Any]) -> str:
     target, speculator = record["target"], record["speculator"]
     head = "the target's full vocabulary"
     if speculator is not None:
-        head = (f"a vocabulary speculator of rank {speculator['rank']} that selects {speculator['num_candidates']} of "
-                f"{target['vocab_size']} tokens at each step")
+        bits = f" in {speculator['quantization']}" if speculator["quantization"] else ""
+        how = ""
+        if speculator["selection"] == "tile":
+            how = f", the best {speculator['keep']} of every {speculator['tile']}"
+        head = (f"a vocabulary speculator of rank {speculator['rank']}{bits} that selects "
+                f"{speculator['num_candidates']} of {target['vocab_size']} tokens at each step{how}")
     return f"""---
 library_name: specvocab
 tags: [speculative-decoding, eagle3]
@@ -21,7 +25,7 @@ tags: [speculative-decoding, eagle3]
 A draft model for speculative decoding with `{target['name']}`: one EAGLE-3 decoder layer and {head}.
 The target verifies every token, so its output does not change; it only takes fewer forward passes.
 
-{_measurements(record['evaluation'])}
+{_measurements(record['evaluation'])}{_rounding(record.get('candidate_recall'))}
 ## Use
 
 ```python
@@ -33,6 +37,17 @@ draft = SpecVocabDraft.from_pretrained("path/to/this/folder")
 `config.json` and `model.safetensors` are a stock full-vocabulary EAGLE-3 draft, which engines load as it is. The draft
 fits this target only (fingerprint `{target['fingerprint'][:12]}`). `specvocab.json` says how it was made.
 """
+
+
+def _rounding(cost: dict[str, Any] | None) -> str:
+    """What 8 bits cost, of ``draft_states.quantization_cost``."""
+    if cost is None:
+        return ""
+    before, after = cost["before"], cost["after"]
+    return (f"\nRounding `vocab_proj` to {cost['quantization']} changed the candidate recall over "
+            f"{cost['num_positions']} validation positions from {before['target_top1']:.2%} to "
+            f"{after['target_top1']:.2%} of the target's and from {before['draft_top1']:.2%} to "
+            f"{after['draft_top1']:.2%} of the full draft's most probable tokens.\n")
 
 
 def _measurements(evaluation: dict[str, Any] | None) -> str:

@@ -1,8 +1,8 @@
 """The vocabulary speculator: a low-rank guess at the logits, good enough to say which tokens deserve exact ones.
 
-``s = vocab_proj(down_proj(h))`` costs ``r (d + V)`` multiplications instead of ``d V``. The ids with the largest ``s``
-become the candidates, and the exact logits ``U[ids] · h`` are computed for these alone. A target's final scale and
-soft-cap are monotone, so the ranking, and with it the candidates, does not depend on them.
+``s = vocab_proj(down_proj(h))`` costs ``r (d + V)`` multiplications instead of ``d V``. The ids with the largest ``s``,
+of all or of each tile, become the candidates, and the exact logits ``U[ids] · h`` are computed for these alone. A
+target's final scale and soft-cap are monotone, so the ranking, and with it the candidates, does not depend on them.
 """
 
 from __future__ import annotations
@@ -11,39 +11,94 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from specvocab_kernels import select_candidates
+from specvocab_kernels.vocab_head import (
+    ExactSelection,
+    HeadWeights,
+    Selection,
+    TileSelection,
+    dequantize_vocab_proj,
+    quantize_vocab_proj,
+)
 from torch import Tensor, nn
 
-from specvocab_model.config import ConfigError
+from specvocab_model.config import ConfigError, HeadConfig
 
 if TYPE_CHECKING:
     from specvocab_model.target import Target
 
 ROWS_AT_ONCE = 8192  # rows of lm_head converted to fp64 at one time: 256 MiB at hidden_size 4096
+NUM_CANDIDATES = 2048
+SMALLEST_TILE = 128  # of an automatic choice: at equal numbers of candidates, larger tiles with more kept recall more
+
+
+def build_selection(config: HeadConfig, vocab_size: int) -> Selection:
+    """The rule by which ``config`` chooses candidates.
+
+    Where tile and keep are not given, tiles have 128 ids and keep as many of each as make ``num_candidates`` or just
+    above; where one of 128 is already more than asked for, one is kept of the largest tiles that still make as many.
+    """
+    if config.selection == "tile" and config.tile is not None and config.keep is not None:
+        return TileSelection(vocab_size, config.tile, config.keep)
+    num_candidates = min(config.num_candidates or NUM_CANDIDATES, vocab_size)
+    if config.selection == "exact":
+        return ExactSelection(vocab_size, num_candidates)
+    tile = max(SMALLEST_TILE, 1 << (vocab_size // num_candidates).bit_length() - 1)
+    num_tiles = -(-vocab_size // tile)
+    return TileSelection(vocab_size, tile, min(-(-num_candidates // num_tiles), tile))
+
+
+def candidate_rule(selection: Selection) -> tuple[int, int]:
+    """``selection`` as a rule on ranks: an id is a candidate if fewer than ``keep`` ids of its tile score above it.
+
+    Returns:
+        ``num_tiles``, where a tile is the ids that are equal modulo it (1: all), and ``keep``.
+    """
+    if isinstance(selection, TileSelection):
+        return selection.num_tiles, selection.keep
+    return 1, selection.num_candidates
+
+
+class QuantizedVocabProj(nn.Module):
+    """``vocab_proj`` in 8 bits with a scale a row, for inference; its tensors are those of the checkpoint.
+
+    Args:
+        weight: [V, r] float8_e4m3fn or int8.
+        scales: [V] fp32.
+    """
+
+    weight: Tensor
+    scales: Tensor
+
+    def __init__(self, weight: Tensor, scales: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)  # no parameters: a cast of the draft must not touch them
+        self.register_buffer("scales", scales)
+
+    def forward(self, reduced: Tensor) -> Tensor:
+        """[..., r] -> [..., V]"""
+        return reduced @ dequantize_vocab_proj(self.weight, self.scales).to(reduced.dtype).mT
 
 
 class VocabSpeculator(nn.Module):
-    """Approximate logits of rank ``r`` over the target's whole vocabulary.
+    """Approximate logits of rank ``r`` over the target's whole vocabulary, and which ids they make candidates.
 
     Args:
         hidden_size: ``d``, width of the draft's normalised output.
-        vocab_size: ``V``, rows of the target's ``lm_head``.
         rank: ``r``, between 1 and ``hidden_size``.
-        num_candidates: ids selected for every position; more than ``V`` means all.
+        selection: over the ``V`` rows of the target's ``lm_head``; see ``build_selection``.
 
     Raises:
-        ConfigError: the rank lies outside its range, or there is no candidate.
+        ConfigError: the rank lies outside its range.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, rank: int, num_candidates: int) -> None:
+    def __init__(self, hidden_size: int, rank: int, selection: Selection) -> None:
         super().__init__()
         if not 1 <= rank <= hidden_size:
             raise ConfigError(f"rank={rank} must lie between 1 and hidden_size={hidden_size}; change head.rank")
-        if num_candidates < 1:
-            raise ConfigError(f"num_candidates={num_candidates} must be at least 1; change head.num_candidates")
-        self.num_candidates = num_candidates
+        self.selection = selection
+        self.quantization: str | None = None
         self.down_proj = nn.Linear(hidden_size, rank, bias=False)
-        self.vocab_proj = nn.Linear(rank, vocab_size, bias=False)
+        self.vocab_proj: nn.Linear | QuantizedVocabProj = nn.Linear(rank, selection.vocab_size, bias=False)
 
     @property
     def rank(self) -> int:
@@ -51,15 +106,41 @@ class VocabSpeculator(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        return self.vocab_proj.out_features
+        return self.selection.vocab_size
+
+    @property
+    def num_candidates(self) -> int:
+        return self.selection.num_candidates
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Approximate logits ``[..., V]`` of the normalised hidden states ``[..., d]``."""
         return self.vocab_proj(self.down_proj(hidden))
 
-    def candidates(self, hidden: Tensor) -> Tensor:
-        """Distinct ids ``[N, k]``, int64, of the ``k = min(num_candidates, V)`` largest approximate logits."""
-        return select_candidates(self(hidden), self.num_candidates)
+    def quantize(self, precision: str) -> None:
+        """Round ``vocab_proj`` to ``fp8`` or ``int8``, in place; after that there is no training.
+
+        Raises:
+            ConfigError: it has 8 bits already.
+        """
+        if self.quantization is not None:
+            raise ConfigError(f"vocab_proj is {self.quantization} already; export the trained weights again")
+        self.vocab_proj = QuantizedVocabProj(*quantize_vocab_proj(self.vocab_proj.weight, precision))
+        self.quantization = precision
+
+    def head_weights(self, lm_head: Tensor) -> HeadWeights:
+        """What ``specvocab_kernels.vocab_head`` multiplies with, ``lm_head`` [V, d] shared; make it once a head.
+
+        The factors are moved to ``lm_head``'s device and type, an 8-bit ``vocab_proj`` to its device.
+        """
+        if isinstance(self.vocab_proj, nn.Linear):
+            return HeadWeights.build(lm_head, self.down_proj.weight, self.vocab_proj.weight, self.selection)
+        return HeadWeights(
+            lm_head=lm_head.detach().contiguous(),
+            down_proj=self.down_proj.weight.detach().to(lm_head).contiguous(),
+            vocab_proj=self.selection.arrange(self.vocab_proj.weight).to(lm_head.device).contiguous(),
+            selection=self.selection,
+            scales=self.selection.arrange(self.vocab_proj.scales).to(lm_head.device).contiguous(),
+        )
 
     @torch.no_grad()
     def initialise(
@@ -91,8 +172,8 @@ class VocabSpeculator(nn.Module):
         if shape != expected:
             raise ValueError(f"lm_head has shape {shape}, but the speculator was built for {expected}")
         if method == "random":
-            for layer in (self.down_proj, self.vocab_proj):
-                layer.weight.normal_(std=layer.in_features**-0.5, generator=generator)
+            for weight in (self.down_proj.weight, self.vocab_proj.weight):
+                weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
             return
         if method == "calibration":
             if final_hidden is None:

@@ -91,6 +91,15 @@ def judged_rows(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -> Judg
     return JudgedRows(teacher, torch.where(kept, teacher - 1 - steps, 0), kept)
 
 
+def by_start(flags: Tensor, rows: JudgedRows, num_positions: int) -> Tensor:
+    """``flags`` [S, N] bool by teacher row -> [S, B * T] by start position, as chains are followed; False elsewhere.
+
+    A GPU need not wait: what is not valid goes to a column of its own, which is dropped.
+    """
+    placed = torch.zeros(flags.shape[0], num_positions + 1, dtype=torch.bool, device=flags.device)
+    return placed.scatter_(1, torch.where(rows.valid, rows.student, num_positions), flags)[:, :-1]
+
+
 def unrolled_positions(document_ids: Tensor, needed: Tensor) -> UnrolledPositions:
     """The fewest positions that include all of ``needed`` and reach to the end of their document.
 

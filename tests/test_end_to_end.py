@@ -93,7 +93,7 @@ def test_results(workplace, whole):
     assert {key: set(value) if isinstance(value, dict) else None for key, value in results.items()} == RESULT_KEYS
     assert results["target"] == str(workplace / "target")
     assert results["lossless"] is True
-    assert results["num_candidates"] == 32 and results["rank"] == 48 // 8
+    assert results["num_candidates"] == 33 and results["rank"] == 48 // 8
     assert all(1 <= tau <= 3 for tau in results["tau"].values())
     assert all(0 <= share <= 1 for share in results["candidate_recall"].values())
     assert all(value > 0 for value in (*results["tokens_per_second"].values(), *results["seconds"].values()))

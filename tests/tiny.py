@@ -7,6 +7,7 @@ scale their embeddings and cap their logits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -137,6 +138,12 @@ def tiny_target(kind: str, tmp_path: Path, *, dtype: torch.dtype = torch.float32
     """A tiny target on the CPU, loaded from a folder as a real one is."""
     folder = tiny_target_folder(Path(tmp_path) / f"target-{kind}", kind, **model_kwargs)
     return Target.load(tiny_target_config(folder, kind), device="cpu", dtype=dtype)
+
+
+def tile_candidates(scores: Sequence[float], num_tiles: int, keep: int) -> set[int]:
+    """Ids of the ``keep`` largest scores of each tile, where a tile is the ids that are equal modulo ``num_tiles``."""
+    tiles = [range(t, len(scores), num_tiles) for t in range(num_tiles)]
+    return {i for members in tiles for i in sorted(members, key=lambda i: -scores[i])[:keep]}
 
 
 def tiny_target_config(folder: Path, kind: str) -> TargetConfig:

@@ -38,6 +38,7 @@ FREE_SETTINGS = (
     "run_name", "output_dir", "target.model", "target.chat_template_kwargs", "data.train_path", "data.validation_path",
     "data.num_workers", "generation.", "tracking.", "eval.", "distributed.cpu", "trainer.resume", "trainer.log_every",
     "trainer.validate_every", "trainer.save_every", "trainer.keep_checkpoints", "trainer.loss_memory_mib",
+    "head.quantization",
 )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 class HeadOutput:
     """Draft logits of ``N`` positions over the support of the head.
 
-    ``ids`` is int64 ``[N, k]``, the target's token id of every column, distinct within a row; ``None`` when the columns
+    ``ids`` is int32 ``[N, k]``, the target's token id of every column, distinct within a row; ``None`` when the columns
     are the whole vocabulary in order. ``logits`` is fp32 ``[N, k]``; every token outside the support has probability 0.
     """
 
@@ -23,14 +23,14 @@ class HeadOutput:
     def greedy_tokens(self) -> Tensor:
         """The most probable token of every position, int64 ``[N]``, as target ids."""
         columns = self.logits.argmax(-1, keepdim=True)
-        return (columns if self.ids is None else self.ids.gather(-1, columns)).squeeze(-1)
+        return (columns if self.ids is None else self.ids.gather(-1, columns).long()).squeeze(-1)
 
     def dense_logits(self, vocab_size: int) -> Tensor:
         """Logits ``[N, V]`` over the whole vocabulary, −inf outside the support."""
         if self.ids is None:
             return self.logits
         dense = self.logits.new_full((self.logits.shape[0], vocab_size), -torch.inf)
-        return dense.scatter_(-1, self.ids, self.logits)
+        return dense.scatter_(-1, self.ids.long(), self.logits)
 
 
 class Head(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specvocab_kernels import gather_dot
+from specvocab_kernels.vocab_head import vocab_head
 from torch import Tensor
 
 from specvocab_model.config import ConfigError
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 
 class SpeculativeHead:
-    """Selects ``k`` candidates with the speculator, then multiplies only their rows of ``lm_head``.
+    """Selects candidates with the speculator, then multiplies only their rows of ``lm_head``, in one operation.
+
+    The speculator's weights are laid out for the kernel here, once: a head does not follow later changes of them.
 
     Args:
         target: owner of ``lm_head``, its scale and its soft-cap.
-        speculator: on the device and of the type of the hidden states it will see.
-        impl: ``auto``, ``triton`` or ``torch``, of the candidates' exact logits (``specvocab_kernels.gather_dot``).
+        speculator: on the target's device.
+        impl: of ``specvocab_kernels.vocab_head``; ``auto`` may take the full head where that is faster.
 
     Raises:
         ConfigError: the speculator was made for a vocabulary of another size.
@@ -33,13 +35,17 @@ class SpeculativeHead:
                 f"the speculator covers {speculator.vocab_size} tokens, but the lm_head of {target.spec.name} has "
                 f"{target.spec.vocab_size} rows; load the target that the draft was trained for"
             )
-        self.target = target
-        self.speculator = speculator
+        self.weights = speculator.head_weights(target.lm_head_weight)
+        self.scale, self.softcap = target.spec.logit_scale, target.spec.logit_softcap
         self.impl = impl
 
     def __call__(self, hidden: Tensor) -> HeadOutput:
         """Logits ``[N, k]`` of the candidates of normalised hidden states ``[N, d]``."""
-        ids = self.speculator.candidates(hidden)
-        weight = self.target.lm_head_weight
-        logits = gather_dot(hidden.to(weight.dtype), weight, ids, impl=self.impl)
-        return HeadOutput(ids, self.target.scale_and_cap(logits))
+        ids, logits = vocab_head(
+            hidden.to(self.weights.lm_head.dtype),
+            self.weights,
+            logit_scale=self.scale,
+            logit_softcap=self.softcap,
+            impl=self.impl,
+        )
+        return HeadOutput(ids, logits)

@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from specvocab_kernels.vocab_head import TileSelection
 
 from scripts import convert
 from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
 from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.draft_states import collect_draft_states, measure_coverage
 from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
 from specvocab_model.speculator import VocabSpeculator
 from specvocab_model.target import Target
-from tests.tiny import tiny_target
+from tests.tiny import tile_candidates, tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,29 @@ def test_the_draft_stays_and_gains_a_calibrated_speculator(arguments, draft, tar
     assert f"{recall['draft_top1']:.2%} of the full-vocabulary draft's" in printed
 
 
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_an_8_bit_speculator_and_what_it_costs(precision, arguments, target, tmp_path, capsys):
+    run([*arguments, "--quantization", precision])
+    after = load_checkpoint(tmp_path / "converted", target.spec).speculator
+    assert (after.quantization, after.vocab_proj.weight.element_size()) == (precision, 1)
+    record = json.loads((tmp_path / "converted/specvocab.json").read_text())
+    cost = record["candidate_recall"]
+    shares = record["metrics"]["candidate_recall"]
+    assert cost["quantization"] == precision and cost["num_positions"] == shares["num_positions"]
+    assert cost["before"]["target_top1"] == shares["target_top1"]
+    assert abs(cost["after"]["draft_top1"] - shares["draft_top1"]) < 0.1
+    assert (f"{cost['before']['target_top1']:.2%} -> {cost['after']['target_top1']:.2%} of the target's"
+            in capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("options", [["--tile", "64"], ["--tile", "64", "--keep", "2"]])
+def test_contradicting_selections_are_refused(options, arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run([*arguments, *options])
+    assert stopped.value.code == 2
+    assert "head.tile=64" in capsys.readouterr().err
+
+
 def test_a_speculator_of_ours_is_replaced(arguments, target, tmp_path):
     run(arguments)
     arguments[0] = str(tmp_path / "converted")
@@ -85,8 +110,8 @@ def test_recall_is_taken_where_the_draft_predicts_the_answer(draft, target):
     """The judged states against the training-time unroll, the counts against a loop."""
     model = load_checkpoint(draft)
     target = Target(target.spec, target.model, target.tokenizer, feature_layers=model.architecture.feature_layers)
-    model.speculator = VocabSpeculator(target.spec.hidden_size, target.spec.vocab_size, 24, 60)
-    model.speculator.initialise("svd", target.lm_head_weight)
+    speculator = VocabSpeculator(target.spec.hidden_size, 24, TileSelection(target.spec.vocab_size, 128, 20))
+    speculator.initialise("svd", target.lm_head_weight)
     input_ids = torch.randint(0, 256, (1, 14), generator=torch.Generator().manual_seed(0))
     row = {"input_ids": input_ids[0].tolist(), "loss_mask": [0] * 6 + [1] * 8}
 
@@ -96,29 +121,28 @@ def test_recall_is_taken_where_the_draft_predicts_the_answer(draft, target):
     with torch.no_grad():
         embeds = target.embed(input_ids)
         drafted = model.draft.unroll(features, embeds, positions, torch.zeros_like(positions), 1)[0, 0, 4:12]
-        hidden, target_ids = convert.first_step(model, target, row)
-    torch.testing.assert_close(hidden, drafted)
+    states = collect_draft_states(target, model, [row, row], num_steps=1, num_tokens=100)
+    torch.testing.assert_close(states.hidden[0], torch.cat([drafted, drafted]))
     expected_ids = (hidden_states[-1][0, 5:13] @ target.lm_head_weight.T).argmax(-1).tolist()
-    assert target_ids.tolist() == expected_ids
+    assert states.target_ids.tolist() == 2 * expected_ids
 
-    recall = convert.measure_recall(model, target, [row, row])
-    candidates = [set(scores.topk(60).indices.tolist()) for scores in model.speculator(drafted)]
+    recall = measure_coverage(states, speculator.head_weights(target.lm_head_weight))
+    candidates = [tile_candidates(scores, num_tiles=3, keep=20) for scores in speculator(drafted).tolist()]
     draft_ids = (drafted @ target.lm_head_weight.T).argmax(-1).tolist()
     hits = [sum(token in found for token, found in zip(ids, candidates, strict=True))
             for ids in (expected_ids, draft_ids)]
-    assert (recall.num_positions, recall.num_target_hits, recall.num_draft_hits) == (16, 2 * hits[0], 2 * hits[1])
+    assert (states.num_valid, recall.target_top1, recall.draft_top1) == (16, hits[0] / 8, hits[1] / 8)
     assert 0 < hits[0] < 8 or 0 < hits[1] < 8
 
 
 def test_the_target_gives_the_features_that_the_draft_reads(arguments, monkeypatch):
     seen = []
-    measure_recall = convert.measure_recall
 
-    def spy(model, target, rows):
+    def spy(target, model, rows, **options):
         seen.append((target.feature_layers, len(rows)))
-        return measure_recall(model, target, rows)
+        return collect_draft_states(target, model, rows, **options)
 
-    monkeypatch.setattr(convert, "measure_recall", spy)
+    monkeypatch.setattr(convert, "collect_draft_states", spy)
     convert.main(arguments)
     assert seen == [((1, 3, 6), 3)]  # 3 of 12 answers are held out
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from specvocab_kernels.vocab_head import TileSelection
 
 from scripts import export
 from specvocab_model.config import (
@@ -22,6 +23,7 @@ from specvocab_model.config import (
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import load_checkpoint
 from specvocab_model.target import load_spec
+from tests.scripts.data import write_data
 from tests.tiny import tiny_target_folder
 
 
@@ -53,13 +55,35 @@ def test_the_run_becomes_a_checkpoint_in_the_targets_type(config):
     folder = export.export(replace(config, head=replace(config.head, num_candidates=30)))
     loaded = load_checkpoint(folder, load_spec(config.target))
     torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
-    assert loaded.speculator.num_candidates == 30
+    assert loaded.speculator.selection == TileSelection(277, 128, 10)
     record = json.loads((folder / "specvocab.json").read_text())
     assert (record["step"], record["data_manifest_sha256"], record["git_commit"]) == (7, "d" * 64, "c0ffee")
     assert record["config"] == asdict(config)
 
     half = replace(config, target=replace(config.target, dtype="bfloat16"))
     assert load_checkpoint(export.export(half)).draft.fc.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_what_8_bits_cost_is_printed_and_recorded(precision, config, tmp_path, capsys):
+    finish_training(config)
+    config = replace(config, head=replace(config.head, quantization=precision))
+    folder = export.export(config)
+    assert "data.validation_path=v is not on this machine" in capsys.readouterr().out
+    assert json.loads((folder / "specvocab.json").read_text())["candidate_recall"] is None
+
+    config.data.validation_path = write_data(tmp_path / "validation", num_rows=3)
+    folder = export.export(config)
+    cost = json.loads((folder / "specvocab.json").read_text())["candidate_recall"]
+    assert cost["quantization"] == precision
+    assert cost["num_positions"] == 3 * (12 + 12 + 12)  # three steps, all of whose 12 tokens have a start before them
+    printed = capsys.readouterr().out
+    card = (folder / "README.md").read_text()
+    for when in ("before", "after"):
+        assert 0 < cost[when]["target_top1"] < 1
+        assert f"{cost[when]['target_top1']:.2%}" in printed and f"{cost[when]['target_top1']:.2%}" in card
+    assert f"of rank 5 in {precision} that selects 21 of 277 tokens at each step, the best 7 of every 128" in card
+    assert load_checkpoint(folder).speculator.quantization == precision
 
 
 def test_a_run_that_is_not_there_is_named_with_its_command(config, monkeypatch):

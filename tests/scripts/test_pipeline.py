@@ -41,6 +41,7 @@ def write(stage: Stage, program: str) -> None:
     ("generation.max_new_tokens=7", "generate"),
     ("data.seq_len=7", "train"),
     ("head.num_candidates=7", "train"),
+    ("head.quantization=fp8", "export"),
     ("optim.lr=7", "train"),
     ("draft.num_unroll_steps=5", "train"),
     ("distributed=zero2", "train"),

@@ -23,7 +23,7 @@ from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.evaluation import Difference, EvalPrompt, Evaluation, Measurement, Variant, evaluate
 from specvocab_model.heads import build_head
 from specvocab_model.target import Target
-from tests.tiny import tiny_target
+from tests.tiny import tile_candidates, tiny_target
 
 LIMITS = {"max_new_tokens": 12, "num_draft_tokens": 3}
 
@@ -120,9 +120,9 @@ def test_recall_is_that_of_the_judged_positions(target: Target, variants: dict[s
     def observe(proposal: Proposal, target_logits: torch.Tensor, num_emitted: int) -> None:
         for i in range(min(num_emitted, len(proposal.token_ids))):
             hidden = proposal.hidden[i]
-            ranked = speculator(hidden).argsort(descending=True)[:60].tolist()
-            target_hits.append(int(target_logits[i].argmax()) in ranked)
-            draft_hits.append(int((target.lm_head_weight @ hidden).argmax()) in ranked)
+            candidates = tile_candidates(speculator(hidden).tolist(), num_tiles=3, keep=20)
+            target_hits.append(int(target_logits[i].argmax()) in candidates)
+            draft_hits.append(int((target.lm_head_weight @ hidden).argmax()) in candidates)
 
     for number, p in enumerate(prompts):
         speculative_generate(

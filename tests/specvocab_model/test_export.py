@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from specvocab_kernels.vocab_head import ExactSelection, vocab_head
 from transformers import LlamaConfig
 
 from specvocab_model import export
@@ -37,7 +38,8 @@ DRAFT_TENSORS = {
 def make_model(spec: TargetSpec = SPEC, **head) -> SpecVocabDraft:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = SpecVocabDraft.build(spec, DraftConfig(num_unroll_steps=3), HeadConfig(num_candidates=20, **head))
+        model = SpecVocabDraft.build(spec, DraftConfig(num_unroll_steps=3),
+                                     HeadConfig(**({"num_candidates": 20} | head)))
         for parameter in model.parameters():
             parameter.data.normal_(std=0.2)
     return model
@@ -121,8 +123,58 @@ def test_what_is_loaded_is_what_was_saved(head, dtype, tmp_path):
     assert loaded.architecture == model.architecture
     assert loaded.head_config.type == model.head_config.type
     if model.speculator is not None:
-        assert loaded.speculator.num_candidates == 20
+        assert loaded.speculator.selection == model.speculator.selection
         assert loaded.speculator.rank == model.speculator.rank
+
+
+@pytest.mark.parametrize("precision, dtype", [("fp8", torch.float8_e4m3fn), ("int8", torch.int8)])
+@pytest.mark.parametrize("selection", [{}, {"num_candidates": None, "tile": 64, "keep": 3}, {"selection": "exact"}])
+def test_an_8_bit_head_is_loaded_as_it_was_saved(selection, precision, dtype, tmp_path):
+    model = make_model(**selection)
+    exact = model.speculator.vocab_proj.weight.detach().clone()
+    model.speculator.quantize(precision)
+    folder = save_checkpoint(tmp_path / "export", model, SPEC, PROVENANCE, dtype=torch.bfloat16)
+    stored = load_file(folder / "vocabulary_speculator/model.safetensors")
+    assert {name: tensor.dtype for name, tensor in stored.items()} == {
+        "down_proj.weight": torch.bfloat16, "vocab_proj.weight": dtype, "vocab_proj.scales": torch.float32
+    }
+    rows = stored["vocab_proj.weight"].float() * stored["vocab_proj.scales"][:, None]  # by id, whatever the tiles
+    torch.testing.assert_close(rows, exact, rtol=0.07, atol=0.01)
+    config = json.loads((folder / "vocabulary_speculator/config.json").read_text())
+    rule = model.speculator.selection
+    assert config["quantization"] == precision and config["num_candidates"] == rule.num_candidates
+    assert config["scales"] == {"tensor": "vocab_proj.scales", "per": "row", "dtype": "float32"}
+    if "selection" in selection:
+        assert (config["selection"], config["tile"], config["keep"]) == ("exact", None, None)
+    else:
+        assert (config["selection"], config["tile"], config["keep"]) == ("tile", rule.tile, rule.keep)
+
+    loaded = load_checkpoint(folder, SPEC)
+    assert loaded.speculator.selection == rule and loaded.speculator.quantization == precision
+    lm_head = torch.randn(277, 48, generator=torch.Generator().manual_seed(1)).bfloat16()
+    hidden = torch.randn(5, 48, generator=torch.Generator().manual_seed(2)).bfloat16()
+    results = [vocab_head(hidden, one.speculator.head_weights(lm_head)) for one in (model, loaded)]
+    assert all(torch.equal(before, after) for before, after in zip(*results, strict=True))
+
+
+def test_a_vocab_proj_of_another_type_than_named_is_refused(tmp_path):
+    model = make_model()
+    model.speculator.quantize("int8")
+    folder = save_checkpoint(tmp_path / "export", model, SPEC, PROVENANCE)
+    edit_json(folder / "vocabulary_speculator/config.json", quantization="fp8")
+    assert "a vocab_proj of torch.int8, but its config.json says quantization='fp8'" in error_of(
+        lambda: load_checkpoint(folder)
+    )
+
+
+def test_a_checkpoint_of_schema_1_is_read(model, folder):
+    edit_json(folder / "specvocab.json", schema_version=1, candidate_recall=KeyError, tuning=KeyError)
+    edit_json(folder / "vocabulary_speculator/config.json", schema_version=1, selection="exact", num_candidates=20,
+              tile=KeyError, keep=KeyError, scales=KeyError)
+    loaded = load_checkpoint(folder, SPEC)
+    assert loaded.speculator.selection == ExactSelection(277, 20)
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    assert Provenance.read(folder) == PROVENANCE
 
 
 def test_a_loaded_draft_computes_the_same(model, folder):
@@ -188,9 +240,11 @@ def test_another_target_is_refused(change, message, model, folder, tmp_path):
 @pytest.mark.parametrize(
     "file, change, message",
     [
-        ("specvocab.json", {"schema_version": 2}, "schema_version=2, but this release reads 1"),
+        ("specvocab.json", {"schema_version": 3}, "schema_version=3, but this release reads 1 and 2"),
         ("vocabulary_speculator/config.json", {"schema_version": None}, "schema_version=None"),
         ("vocabulary_speculator/config.json", {"quantization": "int4"}, "quantization='int4'"),
+        ("vocabulary_speculator/config.json", {"quantization": "int8"}, "vocab_proj.scales is missing"),
+        ("vocabulary_speculator/config.json", {"tile": 100}, "config.json: head.tile=100 must be a power of two"),
         ("config.json", {"architectures": ["LlamaForCausalLM"]}, "architectures=['LlamaForCausalLM']"),
         ("config.json", {"num_hidden_layers": 2}, "num_hidden_layers=2"),
         ("config.json", {"norm_before_residual": True}, "norm_before_residual=True"),

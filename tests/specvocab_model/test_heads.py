@@ -4,12 +4,13 @@ import dataclasses
 
 import pytest
 import torch
+from specvocab_kernels.vocab_head import ExactSelection, HeadWeights, TileSelection
 
-from specvocab_model.config import DraftConfig, HeadConfig
+from specvocab_model.config import QUANTIZATIONS, SELECTIONS, DraftConfig, HeadConfig
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.heads import HEADS, FullHead, HeadOutput, SpeculativeHead, build_head
-from specvocab_model.speculator import VocabSpeculator
-from tests.tiny import tiny_target
+from specvocab_model.speculator import VocabSpeculator, build_selection
+from tests.tiny import tile_candidates, tiny_target
 
 NUM_ROWS = 7
 
@@ -29,8 +30,11 @@ def hidden(target) -> torch.Tensor:
     return 3 * torch.randn(NUM_ROWS, target.spec.hidden_size, generator=torch.Generator().manual_seed(0))
 
 
-def speculator_for(target, num_candidates: int, rank: int = 6) -> VocabSpeculator:
-    speculator = VocabSpeculator(target.spec.hidden_size, target.spec.vocab_size, rank, num_candidates)
+def speculator_for(target, rank: int = 6, **head) -> VocabSpeculator:
+    """By default every token is a candidate."""
+    vocab_size = target.spec.vocab_size
+    selection = build_selection(HeadConfig(**(head or {"num_candidates": vocab_size})), vocab_size)
+    speculator = VocabSpeculator(target.spec.hidden_size, rank, selection)
     speculator.initialise("svd", target.lm_head_weight)
     return speculator
 
@@ -44,24 +48,45 @@ def test_full_head_is_the_targets_own_output(target, hidden):
     torch.testing.assert_close(output.logits.double(), logits, rtol=1e-5, atol=1e-5)
 
 
-def test_with_every_token_a_candidate_speculative_equals_full(target, hidden):
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_with_every_token_a_candidate_speculative_equals_full(selection, target, hidden):
     vocab_size = target.spec.vocab_size
-    full, speculative = FullHead(target)(hidden), SpeculativeHead(target, speculator_for(target, vocab_size))(hidden)
+    speculator = speculator_for(target, selection=selection, num_candidates=vocab_size)
+    full, speculative = FullHead(target)(hidden), SpeculativeHead(target, speculator)(hidden)
     torch.testing.assert_close(speculative.dense_logits(vocab_size), full.logits, rtol=1e-5, atol=1e-5)
     assert torch.equal(speculative.greedy_tokens(), full.greedy_tokens())
 
 
-def test_candidates_have_exact_logits_and_the_others_none(target, hidden):
-    num_candidates, vocab_size = 20, target.spec.vocab_size
-    speculator = speculator_for(target, num_candidates)
+@pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS])
+@pytest.mark.parametrize(
+    "head, num_tiles, keep",
+    [({"selection": "exact", "num_candidates": 20}, 1, 20), ({"tile": 64, "keep": 3}, 5, 3),
+     ({"num_candidates": 20}, 3, 7)],
+)
+def test_candidates_have_exact_logits_and_the_others_none(head, num_tiles, keep, quantization, target, hidden):
+    speculator, vocab_size = speculator_for(target, **head), target.spec.vocab_size
+    if quantization is not None:
+        speculator.quantize(quantization)
     output = SpeculativeHead(target, speculator)(hidden)
-    assert output.ids.shape == output.logits.shape == (NUM_ROWS, num_candidates)
-    assert output.ids.dtype == torch.int64 and output.logits.dtype == torch.float32
-    inside = torch.zeros(NUM_ROWS, vocab_size, dtype=torch.bool).scatter_(-1, speculator.candidates(hidden), True)
+    assert output.ids.shape == output.logits.shape == (NUM_ROWS, num_tiles * keep)
+    assert output.logits.dtype == torch.float32
+    inside = torch.zeros(NUM_ROWS, vocab_size, dtype=torch.bool)
+    for row, scores in zip(inside, speculator(hidden).tolist(), strict=True):
+        row[list(tile_candidates(scores, num_tiles, keep))] = True
     dense, full = output.dense_logits(vocab_size), FullHead(target)(hidden).logits
     torch.testing.assert_close(dense[inside], full[inside], rtol=1e-5, atol=1e-5)
     assert (dense[~inside] == -torch.inf).all()
+    assert output.greedy_tokens().dtype == torch.int64
     assert torch.equal(output.greedy_tokens(), dense.argmax(-1))
+
+
+def test_weights_are_laid_out_once(target, hidden, monkeypatch):
+    head = SpeculativeHead(target, speculator_for(target, tile=64, keep=3))
+    assert head.weights.lm_head.data_ptr() == target.lm_head_weight.data_ptr()
+    expected = head(hidden)
+    monkeypatch.delattr(HeadWeights, "build")
+    monkeypatch.delattr(TileSelection, "arrange")
+    assert torch.equal(head(hidden).logits, expected.logits)
 
 
 def test_columns_belong_to_the_ids():
@@ -82,12 +107,12 @@ def test_heads_are_built_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"no vocabulary speculator.*scripts/convert\.py"):
         build_head("speculative", target, without)
     with pytest.raises(ValueError, match="covers 99 tokens"):
-        SpeculativeHead(target, VocabSpeculator(target.spec.hidden_size, 99, 4, 10))
+        SpeculativeHead(target, VocabSpeculator(target.spec.hidden_size, 4, ExactSelection(99, 10)))
 
 
 def test_bf16_agrees_with_full_within_rounding(tmp_path):
     target = tiny_target("qwen3", tmp_path, dtype=torch.bfloat16)
     hidden = torch.randn(NUM_ROWS, target.spec.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
-    speculator = speculator_for(target, target.spec.vocab_size).to(torch.bfloat16)
+    speculator = speculator_for(target).to(torch.bfloat16)
     dense = SpeculativeHead(target, speculator)(hidden).dense_logits(target.spec.vocab_size)
     torch.testing.assert_close(dense, FullHead(target)(hidden).logits, rtol=2**-7, atol=2**-9)

@@ -3,8 +3,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from specvocab_kernels.vocab_head import ExactSelection, TileSelection
 
-from specvocab_model.speculator import VocabSpeculator, collect_final_hidden, principal_directions
+from specvocab_model.config import ConfigError, HeadConfig
+from specvocab_model.speculator import (
+    VocabSpeculator,
+    build_selection,
+    candidate_rule,
+    collect_final_hidden,
+    principal_directions,
+)
 from tests.tiny import tiny_target
 
 HIDDEN, VOCAB = 24, 97
@@ -30,7 +38,7 @@ def states(generator) -> torch.Tensor:
 
 def recall(speculator: VocabSpeculator, lm_head: torch.Tensor, states: torch.Tensor) -> float:
     wanted = (states @ lm_head.T).argmax(-1, keepdim=True)
-    return (speculator.candidates(states) == wanted).any(-1).double().mean().item()
+    return (speculator.selection.select(speculator(states)) == wanted).any(-1).double().mean().item()
 
 
 def test_principal_directions_are_numpys_right_singular_vectors(states):
@@ -42,7 +50,7 @@ def test_principal_directions_are_numpys_right_singular_vectors(states):
 
 
 def test_a_stream_of_states_is_the_same_as_all_at_once(states, lm_head):
-    whole, streamed = (VocabSpeculator(HIDDEN, VOCAB, 6, 10) for _ in range(2))
+    whole, streamed = (VocabSpeculator(HIDDEN, 6, ExactSelection(VOCAB, 10)) for _ in range(2))
     whole.initialise("calibration", lm_head, states)
     streamed.initialise("calibration", lm_head, (chunk for chunk in states.split(7)))
     torch.testing.assert_close(streamed.state_dict(), whole.state_dict(), rtol=1e-6, atol=1e-6)
@@ -51,7 +59,7 @@ def test_a_stream_of_states_is_the_same_as_all_at_once(states, lm_head):
 @pytest.mark.parametrize("method", ["calibration", "svd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_full_rank_gives_the_exact_logits(method, dtype, states, lm_head):
-    speculator = VocabSpeculator(HIDDEN, VOCAB, HIDDEN, 10)
+    speculator = VocabSpeculator(HIDDEN, HIDDEN, ExactSelection(VOCAB, 10))
     speculator.initialise(method, lm_head.to(dtype), states.to(dtype))
     expected = states @ lm_head.to(dtype).float().T
     torch.testing.assert_close(speculator(states), expected, rtol=1e-4, atol=1e-4)
@@ -59,7 +67,7 @@ def test_full_rank_gives_the_exact_logits(method, dtype, states, lm_head):
 
 def test_svd_is_the_best_approximation_of_its_rank(lm_head):
     rank = 5
-    speculator = VocabSpeculator(HIDDEN, VOCAB, rank, 10)
+    speculator = VocabSpeculator(HIDDEN, rank, ExactSelection(VOCAB, 10))
     speculator.initialise("svd", lm_head)
     product = speculator.vocab_proj.weight @ speculator.down_proj.weight
     tail = np.linalg.svd(lm_head.double().numpy(), compute_uv=False)[rank:]
@@ -71,7 +79,7 @@ def test_calibration_recalls_more_than_svd(states, lm_head):
     train, held_out = states.split(200)
     recalls = {}
     for method in ("calibration", "svd", "random"):
-        speculator = VocabSpeculator(HIDDEN, VOCAB, 4, 10)
+        speculator = VocabSpeculator(HIDDEN, 4, ExactSelection(VOCAB, 10))
         speculator.initialise(method, lm_head, train)
         recalls[method] = recall(speculator, lm_head, held_out)
     assert recalls["calibration"] > 0.95
@@ -82,21 +90,62 @@ def test_calibration_recalls_more_than_svd(states, lm_head):
 def test_random_follows_the_generator(lm_head):
     weights = []
     for seed in (1, 1, 2):
-        speculator = VocabSpeculator(HIDDEN, VOCAB, 4, 10)
+        speculator = VocabSpeculator(HIDDEN, 4, ExactSelection(VOCAB, 10))
         speculator.initialise("random", lm_head, generator=torch.Generator().manual_seed(seed))
         weights.append(speculator.vocab_proj.weight)
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
-@pytest.mark.parametrize("num_candidates, expected", [(1, 1), (10, 10), (VOCAB, VOCAB), (VOCAB + 50, VOCAB)])
-def test_candidates_are_the_largest_scores(num_candidates, expected, states, lm_head):
-    speculator = VocabSpeculator(HIDDEN, VOCAB, 4, num_candidates)
-    speculator.initialise("svd", lm_head)
-    ids = speculator.candidates(states[:9])
-    assert ids.shape == (9, expected) and ids.dtype == torch.int64
-    order = np.argsort(-speculator(states[:9]).detach().numpy(), axis=-1)
-    for row, wanted in zip(ids.tolist(), order[:, :expected].tolist(), strict=True):
-        assert sorted(row) == sorted(wanted)
+@pytest.mark.parametrize(
+    "head, vocab_size, expected",
+    [
+        ({}, 49_152, TileSelection(49_152, 128, 6)),
+        ({}, 151_936, TileSelection(151_936, 128, 2)),
+        ({}, 262_144, TileSelection(262_144, 128, 1)),
+        ({"num_candidates": 512}, 151_936, TileSelection(151_936, 256, 1)),
+        ({"num_candidates": 20}, 277, TileSelection(277, 128, 7)),
+        ({"num_candidates": 1}, 277, TileSelection(277, 256, 1)),
+        ({"num_candidates": 400}, 277, TileSelection(277, 128, 93)),
+        ({"num_candidates": 1}, 1, TileSelection(1, 128, 1)),
+        ({"tile": 64, "keep": 3}, 277, TileSelection(277, 64, 3)),
+        ({"selection": "exact"}, 49_152, ExactSelection(49_152, 2048)),
+        ({"selection": "exact", "num_candidates": 400}, 277, ExactSelection(277, 277)),
+    ],
+)
+def test_selections_of_a_configuration(head, vocab_size, expected):
+    selection = build_selection(HeadConfig(**head), vocab_size)
+    assert selection == expected
+    if "tile" not in head:  # at least as many as asked for, and no keep or larger tile would do
+        asked = min(head.get("num_candidates", 2048), vocab_size)
+        assert selection.num_candidates >= asked
+        if head.get("selection") != "exact":
+            tile, keep = selection.tile, selection.keep
+            fewer = TileSelection(vocab_size, tile, keep - 1) if keep > 1 else TileSelection(vocab_size, 2 * tile, 1)
+            assert fewer.num_candidates < asked or asked == 1
+
+
+@pytest.mark.parametrize("selection", [ExactSelection(VOCAB, 13), TileSelection(VOCAB, 16, 2)])
+def test_rule_on_ranks_is_the_selection(selection, states):
+    scores = states[:50] @ torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(1))
+    num_tiles, keep = candidate_rule(selection)
+    for row, ids in zip(scores.tolist(), selection.select(scores).tolist(), strict=True):
+        ranks = [sum(row[j] > row[i] for j in range(i % num_tiles, VOCAB, num_tiles)) for i in range(VOCAB)]
+        assert sorted(ids) == [i for i in range(VOCAB) if ranks[i] < keep]
+
+
+@pytest.mark.parametrize("precision, error", [("int8", 1 / 254), ("fp8", 1 / 16)])
+def test_an_8_bit_vocab_proj_scores_nearly_the_same(precision, error, states, lm_head):
+    speculator = VocabSpeculator(HIDDEN, 6, TileSelection(VOCAB, 16, 2))
+    speculator.initialise("calibration", lm_head, states)
+    weight, reduced = speculator.vocab_proj.weight.detach().clone(), speculator.down_proj(states).detach()
+    exact = speculator(states).detach()
+    speculator.quantize(precision)
+    assert speculator.quantization == precision
+    assert {name for name, _ in speculator.named_parameters()} == {"down_proj.weight"}
+    bound = error * weight.abs().amax(1) * reduced.abs().sum(1, keepdim=True)  # every weight off by half a step at most
+    assert ((speculator(states) - exact).abs() <= bound * 1.001 + 1e-6).all()
+    with pytest.raises(ConfigError, match=f"{precision} already"):
+        speculator.quantize("int8")
 
 
 @pytest.mark.parametrize(
@@ -108,13 +157,12 @@ def test_candidates_are_the_largest_scores(num_candidates, expected, states, lm_
         (lambda s, u, h: s.initialise("calibration", u, iter([])), "0 states cannot determine 4 directions"),
         (lambda s, u, h: s.initialise("calibration", u, h / 0), "not all finite"),
         (lambda s, u, h: s.initialise("svd", u[:-1]), r"shape \(96, 24\).*built for \(97, 24\)"),
-        (lambda s, u, h: VocabSpeculator(HIDDEN, VOCAB, HIDDEN + 1, 10), "rank=25 must lie between 1 and"),
-        (lambda s, u, h: VocabSpeculator(HIDDEN, VOCAB, 4, 0), "num_candidates=0 must be at least 1"),
+        (lambda s, u, h: VocabSpeculator(HIDDEN, HIDDEN + 1, ExactSelection(VOCAB, 10)), "rank=25 must lie between 1"),
     ],
 )
 def test_what_cannot_work_is_refused(call, message, states, lm_head):
     with pytest.raises(ValueError, match=message):
-        call(VocabSpeculator(HIDDEN, VOCAB, 4, 10), lm_head, states)
+        call(VocabSpeculator(HIDDEN, 4, ExactSelection(VOCAB, 10)), lm_head, states)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
@@ -139,7 +187,7 @@ def test_collected_states_predict_the_supervised_tokens(kind, tmp_path):
 def test_bf16_lm_head_on_the_gpu(states, lm_head):
     results = []
     for device in ("cpu", "cuda"):
-        speculator = VocabSpeculator(HIDDEN, VOCAB, 6, 10).to(device)
+        speculator = VocabSpeculator(HIDDEN, 6, ExactSelection(VOCAB, 10)).to(device)
         speculator.initialise("calibration", lm_head.bfloat16().to(device), states.bfloat16().to(device))
         results.append(speculator.cpu().state_dict())
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from specvocab_kernels.distill.reference import distill_reference
+from specvocab_kernels.vocab_head import vocab_head
 
 from specvocab_model.attention import DraftCache
 from specvocab_model.config import DraftConfig, HeadConfig
@@ -35,9 +36,9 @@ def architecture(**changes) -> DraftArchitecture:
     return DraftArchitecture(**{**fields, **changes})
 
 
-def random_model(seed: int = 0, **changes) -> SpecVocabDraft:
+def random_model(seed: int = 0, head: HeadConfig | None = None, **changes) -> SpecVocabDraft:
     torch.manual_seed(seed)
-    model = SpecVocabDraft(architecture(**changes), HeadConfig(rank=6, num_candidates=9))
+    model = SpecVocabDraft(architecture(**changes), head or HeadConfig(rank=6, num_candidates=9))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.15)
     return model
@@ -241,6 +242,47 @@ def test_leaving_out_positions_that_are_not_judged_changes_nothing():
     torch.testing.assert_close(output.loss, loss.detach().float(), rtol=1e-5, atol=1e-5)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradient[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("head", [{"num_candidates": 9}, {"tile": 8, "keep": 2},
+                                  {"selection": "exact", "num_candidates": 9}])
+def test_metrics_are_those_of_the_inference_heads_candidates(head):
+    """Chains followed one by one, with the candidates that ``vocab_head`` selects from the same hidden states."""
+    model, batch = random_model(head=HeadConfig(rank=6, **head)), three_documents()
+    lm_head = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(99)) * 0.3
+    model.speculator.initialise("svd", lm_head)
+    with torch.no_grad():
+        steps = model.draft.unroll(*(batch[name] for name in ("features", "token_embeds", "position_ids",
+                                                              "document_ids")), STEPS)
+        # A teacher that agrees with the draft in many places, or no chain would live.
+        noise = torch.randn(2, 31, HIDDEN, generator=torch.Generator().manual_seed(3))
+        batch["final_hidden"] = steps[0].roll(1, dims=1) + 0.3 * noise
+        output = model(**batch, lm_head_weight=lm_head, step_weights=torch.ones(STEPS), objective=OBJECTIVE,
+                       collect=True)
+    weights = model.speculator.head_weights(lm_head)
+    target_recall, draft_recall, survived = [0] * STEPS, [0] * STEPS, [0] * STEPS
+    for row in range(2):
+        documents, mask = batch["document_ids"][row].tolist(), batch["loss_mask"][row].tolist()
+        for start in range(31):
+            alive = True
+            for step in range(STEPS):
+                predicted = start + 2 + step
+                inside = predicted < 31 and documents[predicted] == documents[start] and mask[predicted] == 1
+                if not inside:
+                    alive = False
+                    continue
+                hidden = steps[step, row, start]
+                candidates = set(vocab_head(hidden[None], weights)[0][0].tolist())
+                wanted = int((lm_head @ batch["final_hidden"][row, start + 1 + step]).argmax())
+                drafted = int((lm_head @ hidden).argmax())
+                target_recall[step] += wanted in candidates
+                draft_recall[step] += drafted in candidates
+                alive = alive and drafted == wanted and wanted in candidates
+                survived[step] += alive
+    assert output.sums.target_recall.tolist() == target_recall
+    assert output.sums.draft_recall.tolist() == draft_recall
+    assert output.sums.survived_candidates.tolist() == survived
+    assert 0 < survived[0] < output.sums.survived[0] and survived[1] > 0
 
 
 @pytest.mark.gpu
