@@ -2,6 +2,7 @@
 
     accelerate launch data_gen/main.py +experiment=qwen3_8b
     python data_gen/main.py +experiment=quickstart
+    accelerate launch data_gen/main.py +experiment=qwen3_8b action=features data.features_path=FOLDER
 
 Writes ``data.train_path`` and ``data.validation_path``. The same command, killed anywhere and started again, goes on
 where it was, on any number of processes.
@@ -19,6 +20,7 @@ from accelerate import PartialState
 from data_gen.answers import AnswerKeeper, AnswerWriter
 from data_gen.collect import TRAIN_FILE, VALIDATION_FILE, collect, prompts_folder, read_counts
 from data_gen.engines import SamplingParams
+from data_gen.features import make_features
 from data_gen.magpie import invent_prompts
 from data_gen.prompt_store import PromptStore
 from data_gen.prompts import load_prompts
@@ -34,7 +36,10 @@ SLOWEST_RANK = timedelta(days=30)  # ranks that are done wait for it
 def main(config: Config) -> None:
     # Without cpu=True, accelerate finds no backend where there is no GPU, and each rank would do all the work alone.
     state = PartialState(cpu=config.distributed.cpu or not torch.cuda.is_available(), timeout=SLOWEST_RANK)
-    generate(StageRunner(config, state))
+    if config.action == "features":
+        make_features(config, state)
+    else:
+        generate(StageRunner(config, state))
     state.destroy_process_group()
 
 

@@ -20,7 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_gen.files import appearing_whole, make_folder, refuse_file, sha256_of, write_json, write_jsonl
@@ -144,6 +146,27 @@ def load_rows(folder: Path | str, *, command: str = MAKE_COMMAND) -> Dataset:
 def damaged_shards(folder: Path, manifest: Manifest) -> list[str]:
     """Shards of a folder that are not what was written, by name; reads all of them."""
     return [shard.file for shard in manifest.shards if sha256_of(folder / shard.file) != shard.sha256]
+
+
+def document_lengths(rows: Dataset) -> np.ndarray:
+    """Tokens of each row, int64 [N], without reading the tokens."""
+    return pc.list_value_length(rows.data.column("input_ids")).to_numpy().astype(np.int64)
+
+
+def split_documents(lengths: np.ndarray, seq_len: int) -> np.ndarray:
+    """Cut every document longer than ``seq_len`` into pieces, each a document of its own from then on.
+
+    Args:
+        lengths: int [N], tokens of each data set row.
+
+    Returns:
+        int64 [P, 3]: (row, first token, number of tokens) of every piece.
+    """
+    pieces_of = -(-lengths // seq_len)
+    row = np.repeat(np.arange(len(lengths)), pieces_of)
+    index_in_row = np.arange(len(row)) - np.repeat(pieces_of.cumsum() - pieces_of, pieces_of)
+    start = index_in_row * seq_len
+    return np.stack([row, start, np.minimum(lengths[row] - start, seq_len)], axis=1).astype(np.int64)
 
 
 class ShardWriter:

@@ -153,6 +153,7 @@ class DataConfig:
 
     train_path: str = MISSING
     validation_path: str = MISSING
+    features_path: str | None = None  # the target's outputs on disk, made with action=features; null: it runs itself
     seq_len: int = 2048  # tokens of one packed row
     num_workers: int = 2
 
@@ -161,6 +162,8 @@ class DataConfig:
         _at_least("data.num_workers", self.num_workers, 0)
         _not_empty("data.train_path", self.train_path)
         _not_empty("data.validation_path", self.validation_path)
+        if self.features_path is not None:
+            _not_empty("data.features_path", self.features_path)
         if self.train_path != MISSING and Path(self.validation_path).absolute() == Path(self.train_path).absolute():
             raise ConfigError(f"data.validation_path={self.validation_path!r} is also data.train_path; set another one")
 
@@ -382,7 +385,7 @@ class Config:
 
     run_name: str = MISSING
     output_dir: str = "outputs/${run_name}"
-    action: str = "generate"  # of data_gen/main.py: generate, or look at what is there: inspect, verify, stats
+    action: str = "generate"  # of data_gen/main.py: generate; features of what is there; or inspect, verify, stats
     inspect: list[str] = field(default_factory=lambda: ["0"])  # rows to print, by number or id
     seed: int = 0
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -399,10 +402,13 @@ class Config:
     def __post_init__(self) -> None:
         _not_empty("run_name", self.run_name)
         _not_empty("output_dir", self.output_dir)
-        _one_of("action", self.action, ("generate", "inspect", "verify", "stats"))
+        _one_of("action", self.action, ("generate", "features", "inspect", "verify", "stats"))
         if self.generation.thinking_share is not None and "enable_thinking" in self.target.chat_template_kwargs:
             raise ConfigError(f"generation.thinking_share={self.generation.thinking_share} and "
                               "target.chat_template_kwargs.enable_thinking contradict each other; drop one")
+        if self.data.features_path is not None and self.trainer.cache_target:
+            raise ConfigError(f"trainer.cache_target=true remembers what the target says, but with data.features_path="
+                              f"{self.data.features_path!r} it is not asked; set trainer.cache_target=false")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed={self.seed} must lie between 0 and 2**32 - 1, as numpy's does")
 

@@ -227,22 +227,38 @@ def principal_directions(chunks: Iterable[Tensor], rank: int) -> Tensor:
 def collect_final_hidden(target: Target, rows: Iterable[Any], num_tokens: int) -> Iterator[Tensor]:
     """Stream the target's final hidden states at the positions that predict supervised tokens.
 
-    Position ``t`` counts when ``loss_mask[t + 1] == 1``: there the draft will have to stand in for the target.
-
     Args:
         target: supplies ``forward`` and the device.
         rows: data set rows with ``input_ids`` and ``loss_mask``, run one at a time so that memory stays small.
         num_tokens: stop after this many states.
 
     Yields:
+        As ``supervised_states``.
+    """
+
+    def documents() -> Iterator[tuple[Tensor, Tensor]]:
+        for row in rows:
+            input_ids = torch.tensor([list(row["input_ids"])], dtype=torch.long, device=target.device)
+            yield target.forward(input_ids).final_hidden[0], torch.tensor(list(row["loss_mask"]))
+
+    return supervised_states(documents(), num_tokens)
+
+
+def supervised_states(documents: Iterable[tuple[Tensor, Tensor]], num_tokens: int) -> Iterator[Tensor]:
+    """The states that the draft will have to stand in for: at position ``t`` where ``loss_mask[t + 1] == 1``.
+
+    Args:
+        documents: final hidden states ``[T, d]`` of the target with their ``loss_mask`` ``[T]``.
+        num_tokens: stop after this many states, without asking for another document.
+
+    Yields:
         ``[n, d]`` in the target's type, at most ``num_tokens`` rows in total; fewer where the data end before.
     """
     left = num_tokens
-    for row in rows:
+    for final_hidden, loss_mask in documents:
+        supervised = loss_mask[1:].to(final_hidden.device, torch.bool)
+        states = final_hidden[:-1][supervised][:left]
+        left -= states.shape[0]
+        yield states
         if left <= 0:
             return
-        input_ids = torch.tensor([list(row["input_ids"])], dtype=torch.long, device=target.device)
-        supervised = torch.tensor(list(row["loss_mask"]), dtype=torch.bool, device=target.device)
-        hidden = target.forward(input_ids).final_hidden[0, :-1][supervised[1:]][:left]
-        left -= hidden.shape[0]
-        yield hidden

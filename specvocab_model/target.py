@@ -7,7 +7,8 @@ enters ``lm_head``, and the embeddings. One forward of the decoder without ``lm_
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Cache, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from specvocab_model.config import ConfigError, TargetConfig
 from specvocab_model.target_files import resolve_model, target_cache_dir
@@ -83,8 +84,12 @@ class Target:
         device: torch.device | str,
         feature_layers: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
+        decoder: bool = True,
     ) -> Target:
         """Load the target to ``device``, in ``config.dtype`` unless ``dtype`` is given.
+
+        Args:
+            decoder: False leaves out the decoder layers, for who has their outputs on disk: ``forward`` then fails.
 
         Raises:
             ConfigError: the target is not found, is of a kind that is not supported, or its weights are incomplete.
@@ -95,6 +100,8 @@ class Target:
             AutoModelForCausalLM.from_pretrained, resolve_model(config), attn_implementation=config.attn_implementation,
             output_loading_info=True, ignore_mismatched_sizes=True,  # refused below, in one line
         )
+        if not decoder:
+            load = partial(_load_without_layers, load, config)
         if config.gguf_file:
             # Quantised blocks are unpacked to fp32 only. Then parameters alone are cast, as from_pretrained does it:
             # rotary frequencies are buffers, and bf16 would blur far positions.
@@ -196,3 +203,15 @@ def _check_complete(config: TargetConfig, loading_info: dict[str, Any]) -> None:
         raise ConfigError(f"target.model={config.model!r}: config.json describes another model than the weights are of "
                           f"({len(wrong)} tensors are missing or of another shape, among them {', '.join(wrong[:3])}); "
                           "fetch it again")
+
+
+def _load_without_layers(load: Callable[..., Any], config: TargetConfig, **arguments: Any) -> Any:
+    """Load into a model of no layers: transformers reads the embeddings, and warns that it was given all the rest."""
+    no_layers = AutoConfig.from_pretrained(resolve_model(config), num_hidden_layers=0, **gguf_arguments(config))
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return load(config=no_layers, **arguments)
+    finally:
+        logger.setLevel(level)

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "specvocab_kernels": ("specvocab_kernels",),
     "specvocab_model": ("specvocab_kernels", "specvocab_model"),
     "data_gen": ("specvocab_kernels", "specvocab_model", "data_gen"),
-    "train": ("specvocab_kernels", "specvocab_model", "data_gen.shards", "train"),
+    "train": ("specvocab_kernels", "specvocab_model", "data_gen.shards", "data_gen.features", "train"),
 }
 OURS = (*PACKAGES, "scripts", "tests", "kernels")
 
@@ -206,6 +206,7 @@ def test_a_forbidden_import_is_noticed(package: str, source: str) -> None:
         ("specvocab_kernels", "import os, torch, triton.language as tl"),
         ("train", "from data_gen.shards import read_manifest"),
         ("train", "from data_gen import shards"),
+        ("train", "from data_gen.features import FeatureStore"),
         ("data_gen", "from specvocab_model.target import Target"),
     ],
 )

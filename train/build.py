@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import subprocess
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from accelerate.utils import broadcast, set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from data_gen.shards import MANIFEST_FILE, load_rows
+from data_gen.features import FeatureStore
+from data_gen.shards import MANIFEST_FILE, document_lengths, load_rows, split_documents
 from specvocab_model.config import Config, ConfigError
 from specvocab_model.draft import SpecVocabDraft, TrainOutput
 from specvocab_model.losses import Objective
-from specvocab_model.speculator import collect_final_hidden
+from specvocab_model.speculator import supervised_states
 from specvocab_model.target import Target
 from specvocab_model.unroll import UnrollPlan, plan_unroll
 from train.checkpoint import Checkpoints, TrainState, run_identity
@@ -34,11 +36,9 @@ from train.packing import (
     StepSampler,
     any_supervised,
     check_rows,
-    document_lengths,
-    split_documents,
     step_loader,
 )
-from train.target_cache import TargetCache
+from train.target_outputs import TargetOutputs
 from train.tracking import Tracker
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Run:
     config: Config
     accelerator: Accelerator
     target: Target
-    target_cache: TargetCache | None
+    target_outputs: TargetOutputs
     model: nn.Module  # SpecVocabDraft, wrapped by DDP or DeepSpeed
     objective: Objective
     updater: Updater
@@ -80,10 +80,7 @@ class Run:
     def forward(self, batch: Batch, plan: UnrollPlan, step_weights: Tensor, *, collect: bool) -> TrainOutput:
         """Target, then draft, on one micro-batch; ``step_weights`` [S] on the device."""
         on_cpu, batch = batch, batch.to(self.accelerator.device)
-        if self.target_cache is None:
-            output = self.target.forward(batch.input_ids, position_ids=batch.position_ids)
-        else:
-            output = self.target_cache.forward(on_cpu)
+        output = self.target_outputs.of(on_cpu, batch)
         dtype = torch.bfloat16 if self.config.trainer.mixed_precision == "bf16" else torch.float32
         return self.model(
             features=output.features.to(dtype),
@@ -119,16 +116,21 @@ def build_run(config: Config) -> Run:
     """
     accelerator = build_accelerator(config)
     set_seed(config.seed)
-    target = Target.load(config.target, device=accelerator.device, feature_layers=config.draft.feature_layers)
+    target = Target.load(config.target, device=accelerator.device, feature_layers=config.draft.feature_layers,
+                         decoder=config.data.features_path is None)
+    target_outputs = TargetOutputs(target, keep=config.trainer.cache_target)
     data_sha256 = hashlib.sha256((Path(config.data.train_path) / MANIFEST_FILE).read_bytes()).hexdigest()
     checkpoints = build_checkpoints(config, accelerator, target, data_sha256)
-    model = build_model(config, accelerator, target, initialise=not checkpoints.exist())
+    train_data, train_pieces = open_data(config, accelerator, target, training=True)
+    states = None if checkpoints.exist() else calibration_states(config, train_data, train_pieces, target_outputs)
+    model = build_model(config, accelerator, target, states)
     flops_model, peak = FlopsModel.of(target, model), peak_flops(accelerator.device)
     prepared, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
     state = checkpoints.restore() if checkpoints.exist() else TrainState()
 
-    train_loader, sampler = build_loader(config, config.data.train_path, accelerator, target, training=True)
-    validation_loader, _ = build_loader(config, config.data.validation_path, accelerator, target, training=False)
+    train_loader, sampler = build_loader(config, accelerator, train_data, train_pieces, training=True)
+    validation_data = open_data(config, accelerator, target, training=False)
+    validation_loader, _ = build_loader(config, accelerator, *validation_data, training=False)
     total_steps = config.trainer.max_steps or config.trainer.num_epochs * sampler.steps_per_epoch
     sampler.first_step, sampler.num_steps = state.step, total_steps
     tracker = build_tracker(config, accelerator, state)
@@ -136,7 +138,7 @@ def build_run(config: Config) -> Run:
         config=config,
         accelerator=accelerator,
         target=target,
-        target_cache=TargetCache(target) if config.trainer.cache_target else None,
+        target_outputs=target_outputs,
         model=prepared,
         objective=build_objective(config, target),
         updater=Updater(accelerator, prepared, optimizer, config.optim.max_grad_norm),
@@ -163,19 +165,19 @@ def build_checkpoints(config: Config, accelerator: Accelerator, target: Target, 
     return checkpoints
 
 
-def build_model(config: Config, accelerator: Accelerator, target: Target, *, initialise: bool) -> SpecVocabDraft:
+def build_model(
+    config: Config, accelerator: Accelerator, target: Target, states: Iterator[Tensor] | None
+) -> SpecVocabDraft:
     """The draft in fp32 on the device, equal on all ranks; its forward runs under ``trainer.mixed_precision``.
 
     Args:
-        initialise: set the speculator as ``head.init`` says; not needed where a checkpoint follows.
+        states: of ``calibration_states``, for setting the speculator as ``head.init`` says; None where a checkpoint
+            follows.
     """
     model = SpecVocabDraft.build(target.spec, config.draft, config.head).to(accelerator.device)
-    if initialise and model.speculator is not None and accelerator.is_main_process:
-        rows = load_rows(Path(config.data.train_path))
-        order = np.random.default_rng(config.seed).permutation(len(rows)).tolist()
-        hidden = collect_final_hidden(target, (rows[index] for index in order), config.head.calibration_tokens)
+    if states is not None and model.speculator is not None and accelerator.is_main_process:
         generator = torch.Generator(accelerator.device).manual_seed(config.seed)
-        model.speculator.initialise(config.head.init, target.lm_head_weight, hidden, generator)
+        model.speculator.initialise(config.head.init, target.lm_head_weight, states, generator)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(broadcast(parameter.data))
@@ -198,23 +200,63 @@ def build_objective(config: Config, target: Target) -> Objective:
     )
 
 
-def build_loader(
-    config: Config, path: str, accelerator: Accelerator, target: Target, *, training: bool
-) -> tuple[DataLoader, StepSampler]:
-    """Loader of this rank's micro-batches, one list for each optimizer step (one micro-batch in validation)."""
+def open_data(
+    config: Config, accelerator: Accelerator, target: Target, *, training: bool
+) -> tuple[PackedDataset, np.ndarray]:
+    """The training or the validation data, and their documents as they are packed, int64 [P, 3].
+
+    Raises:
+        ConfigError: they, or the features for them, are not there, not whole, or of another target.
+    """
+    path, seq_len = config.data.train_path if training else config.data.validation_path, config.data.seq_len
     rows = load_rows(Path(path))
     if len(rows) == 0:
         raise ConfigError(f"{path} has no rows; generate from more prompts, or raise generation.validation_fraction")
     check_rows(rows, path, target.spec.vocab_size)
+    features = None
+    if config.data.features_path is not None:
+        features = FeatureStore.of(config, target.spec, rows, training=training)
+        features.check()
     lengths = document_lengths(rows)
-    too_long = int((lengths > config.data.seq_len).sum())
+    too_long = int((lengths > seq_len).sum())
     if too_long and accelerator.is_main_process:
         logger.warning("%s: %d of %d documents are longer than data.seq_len=%d and are cut into pieces of that length",
-                       path, too_long, len(rows), config.data.seq_len)
-    pieces = split_documents(lengths, config.data.seq_len)
+                       path, too_long, len(rows), seq_len)
+    pieces = split_documents(lengths, seq_len)
     if not any_supervised(rows, pieces):
         raise ConfigError(f"{path}: no document has a supervised token after its second one, so there is nothing to "
-                          f"learn or to measure; look at its loss_mask, or raise data.seq_len={config.data.seq_len}")
+                          f"learn or to measure; look at its loss_mask, or raise data.seq_len={seq_len}")
+    dataset = PackedDataset(
+        rows=rows,
+        seq_len=seq_len,
+        micro_batch_size=config.trainer.micro_batch_size,
+        pad_token_id=target.spec.pad_token_id,
+        trim=accelerator.device.type == "cpu",
+        features=features,
+    )
+    return dataset, pieces
+
+
+def calibration_states(
+    config: Config, dataset: PackedDataset, pieces: np.ndarray, target_outputs: TargetOutputs
+) -> Iterator[Tensor]:
+    """Final hidden states [n, d] of randomly chosen documents, ``head.calibration_tokens`` in all."""
+    one_by_one = replace(dataset, micro_batch_size=1, trim=True)
+    order = np.random.default_rng(config.seed).permutation(len(pieces))
+
+    def documents() -> Iterator[tuple[Tensor, Tensor]]:
+        for piece in pieces[order]:
+            (batch,) = one_by_one[[[piece[None]]]]
+            output = target_outputs.of(batch, batch.to(target_outputs.target.device))
+            yield output.final_hidden[0], batch.loss_mask[0]
+
+    return supervised_states(documents(), config.head.calibration_tokens)
+
+
+def build_loader(
+    config: Config, accelerator: Accelerator, dataset: PackedDataset, pieces: np.ndarray, *, training: bool
+) -> tuple[DataLoader, StepSampler]:
+    """Loader of this rank's micro-batches, one list for each optimizer step (one micro-batch in validation)."""
     sampler = StepSampler(
         pieces,
         config.data.seq_len,
@@ -224,15 +266,8 @@ def build_loader(
         micro_batch_size=config.trainer.micro_batch_size,
         accumulation=config.trainer.gradient_accumulation_steps if training else 1,
     )
-    on_cpu = accelerator.device.type == "cpu"
-    dataset = PackedDataset(
-        rows,
-        seq_len=config.data.seq_len,
-        micro_batch_size=config.trainer.micro_batch_size,
-        pad_token_id=target.spec.pad_token_id,
-        trim=on_cpu,
-    )
-    return step_loader(dataset, sampler, num_workers=config.data.num_workers, pin_memory=not on_cpu), sampler
+    pin_memory = accelerator.device.type != "cpu"
+    return step_loader(dataset, sampler, num_workers=config.data.num_workers, pin_memory=pin_memory), sampler
 
 
 def build_tracker(config: Config, accelerator: Accelerator, state: TrainState) -> Tracker:

@@ -35,10 +35,10 @@ TRAINING_FILE = "training.json"
 # (loss_memory_mib, so that a run that was out of memory can go on) only the order of sums. The target and the data are
 # compared by content, not by path, and the device by what it is, not by how it was asked for.
 FREE_SETTINGS = (
-    "run_name", "output_dir", "target.model", "target.chat_template_kwargs", "data.train_path", "data.validation_path",
-    "data.num_workers", "generation.", "tracking.", "eval.", "distributed.cpu", "trainer.resume", "trainer.log_every",
-    "trainer.validate_every", "trainer.save_every", "trainer.keep_checkpoints", "trainer.loss_memory_mib",
-    "head.quantization",
+    "action", "inspect", "run_name", "output_dir", "target.model", "target.chat_template_kwargs", "data.train_path",
+    "data.validation_path", "data.features_path", "data.num_workers", "generation.", "tracking.", "eval.",
+    "distributed.cpu", "trainer.resume", "trainer.log_every", "trainer.validate_every", "trainer.save_every",
+    "trainer.keep_checkpoints", "trainer.loss_memory_mib", "head.quantization",
 )
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from data_gen.features import FeatureStore
 from specvocab_model.config import ConfigError
 
 if TYPE_CHECKING:
@@ -28,22 +29,6 @@ MIN_TRIMMED_LEN = 16
 
 PackedRow = np.ndarray  # int64 [n, 3]: (data set row, first token, number of tokens) of each document in it
 StepPlan = list[list[PackedRow]]  # one rank's micro-batches of one optimizer step
-
-
-def split_documents(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """Cut every document longer than ``seq_len`` into pieces, each a document of its own from then on.
-
-    Args:
-        lengths: int [N], tokens of each data set row.
-
-    Returns:
-        int64 [P, 3]: (row, first token, number of tokens) of every piece.
-    """
-    pieces_of = -(-lengths // seq_len)
-    row = np.repeat(np.arange(len(lengths)), pieces_of)
-    index_in_row = np.arange(len(row)) - np.repeat(pieces_of.cumsum() - pieces_of, pieces_of)
-    start = index_in_row * seq_len
-    return np.stack([row, start, np.minimum(lengths[row] - start, seq_len)], axis=1).astype(np.int64)
 
 
 def pack(pieces: np.ndarray, seq_len: int, rng: np.random.Generator) -> list[PackedRow]:
@@ -138,6 +123,8 @@ class Batch:
     loss_mask: Tensor  # [B, T] int64, 1 where the token is supervised
     num_slots: int  # token slots of its rows, padding included, before any trimming
     row_ids: tuple[str, ...]  # ids of the data set rows in it
+    features: Tensor | None = None  # [B, T, 3d] of the target, zero in padding, where they are read from disk
+    final_hidden: Tensor | None = None  # [B, T, d], likewise
 
     def pin_memory(self) -> Batch:
         return self._map(Tensor.pin_memory)
@@ -146,30 +133,23 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        return replace(
-            self,
-            input_ids=function(self.input_ids),
-            position_ids=function(self.position_ids),
-            document_ids=function(self.document_ids),
-            loss_mask=function(self.loss_mask),
-        )
+        tensors = ((entry.name, getattr(self, entry.name)) for entry in fields(self))
+        moved: dict[str, Any] = {name: function(value) for name, value in tensors if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
 
+@dataclass(kw_only=True, eq=False)
 class PackedDataset(Dataset[list[Batch]]):
-    """Assembles the micro-batches of a step; the index is the step's plan, so workers need no state.
+    """Assembles the micro-batches of a step; the index is the step's plan, so workers need no state."""
 
-    Args:
-        rows: the data set as ``load_rows`` gives it, memory-mapped, with ``input_ids``, ``loss_mask`` and ``id``.
-        trim: cut the columns that are padding in every row, and leave out rows that are all padding. Saves work
-            where shapes are free (CPU); a GPU runs faster when every micro-batch has the same shape.
-    """
-
-    def __init__(self, rows: Rows, *, seq_len: int, micro_batch_size: int, pad_token_id: int, trim: bool) -> None:
-        self.rows = rows
-        self.seq_len = seq_len
-        self.micro_batch_size = micro_batch_size
-        self.pad_token_id = pad_token_id
-        self.trim = trim
+    rows: Rows  # as load_rows gives it, memory-mapped
+    seq_len: int
+    micro_batch_size: int
+    pad_token_id: int
+    # Cut the columns that are padding in every row, and leave out rows that are all padding. Saves work where shapes
+    # are free (CPU); a GPU runs faster when every micro-batch has the same shape.
+    trim: bool
+    features: FeatureStore | None = None  # the target's outputs on disk, read with the tokens
 
     def __getitem__(self, plan: StepPlan) -> list[Batch]:
         return [self._assemble(packed) for packed in plan]
@@ -182,6 +162,9 @@ class PackedDataset(Dataset[list[Batch]]):
         position_ids = np.zeros((height, width), dtype=np.int64)
         document_ids = np.full((height, width), PADDING_DOCUMENT, dtype=np.int64)
         loss_mask = np.zeros((height, width), dtype=np.int64)
+        features, final_hidden = None, None
+        if self.features is not None:
+            features, final_hidden = self.features.zeros(height, width)
         # Straight from the mapped arrow columns: formatting a row of `datasets` takes 0.4 ms.
         all_ids, all_masks, names = (self.rows.data.column(name) for name in ("input_ids", "loss_mask", "id"))
         row_ids = []
@@ -193,6 +176,8 @@ class PackedDataset(Dataset[list[Batch]]):
                 loss_mask[place] = all_masks[row].values.to_numpy()[first : first + length]
                 position_ids[place] = np.arange(length)
                 document_ids[place] = document
+                if self.features is not None and features is not None and final_hidden is not None:
+                    self.features.read(row, first, length, features[place], final_hidden[place])
                 row_ids.append(str(names[row]))
                 end += length
             position_ids[index, end:] = np.arange(width - end)
@@ -201,14 +186,11 @@ class PackedDataset(Dataset[list[Batch]]):
             position_ids=torch.from_numpy(position_ids),
             document_ids=torch.from_numpy(document_ids),
             loss_mask=torch.from_numpy(loss_mask),
+            features=features,
+            final_hidden=final_hidden,
             num_slots=len(packed) * self.seq_len,
             row_ids=tuple(row_ids),
         )
-
-
-def document_lengths(rows: Rows) -> np.ndarray:
-    """Tokens of each data set row, int64 [N], without reading the tokens."""
-    return pc.list_value_length(rows.data.column("input_ids")).to_numpy().astype(np.int64)
 
 
 def check_rows(rows: Rows, path: str, vocab_size: int) -> None:

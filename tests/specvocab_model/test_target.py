@@ -101,6 +101,21 @@ def test_embed_is_what_enters_the_decoder(layout_target, model_type: str) -> Non
     torch.testing.assert_close(target.embed(ids) * scale, first)
 
 
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_without_its_layers_a_target_keeps_both_embeddings(layout_target, model_type: str) -> None:
+    assert_only_embeddings(layout_target(model_type, decoder=False), layout_target(model_type))
+
+
+def assert_only_embeddings(target: Target, whole: Target) -> None:
+    ids = token_ids(1, 9)
+    assert torch.equal(target.embed(ids), whole.embed(ids))
+    assert torch.equal(target.lm_head_weight, whole.lm_head_weight)
+    tied = whole.lm_head_weight.data_ptr() == whole.model.get_input_embeddings().weight.data_ptr()
+    embeddings = (1 if tied else 2) * whole.lm_head_weight.numel()
+    assert sum(parameter.numel() for parameter in target.model.parameters()) == embeddings + 48  # and the final norm
+    assert target.spec == whole.spec and target.feature_layers == whole.feature_layers
+
+
 def test_lm_head_is_never_run_by_forward(layout_target) -> None:
     target = layout_target("llama")
     target.model.lm_head.register_forward_hook(lambda *_: pytest.fail("lm_head was run"))
@@ -199,6 +214,12 @@ def test_a_gguf_target_in_bf16_keeps_its_rotary_frequencies(tmp_path: Path) -> N
     target = Target.load(TargetConfig(model=str(tmp_path), gguf_file="tiny.gguf", dtype="bfloat16"), device="cpu")
     assert {parameter.dtype for parameter in target.model.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in target.model.buffers()} == {torch.float32}
+
+
+def test_without_its_layers_a_gguf_target_keeps_its_embeddings(tmp_path: Path) -> None:
+    tiny.tiny_gguf(tmp_path / "tiny.gguf")
+    config = TargetConfig(model=str(tmp_path), gguf_file="tiny.gguf")
+    assert_only_embeddings(Target.load(config, device="cpu", decoder=False), Target.load(config, device="cpu"))
 
 
 # ---- what is refused ----

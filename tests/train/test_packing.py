@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_gen.rows import SCHEMA
-from data_gen.shards import ShardWriter
+from data_gen.shards import ShardWriter, document_lengths, split_documents
 from specvocab_model.config import ConfigError
 from train.packing import (
     PADDING_DOCUMENT,
@@ -23,9 +23,7 @@ from train.packing import (
     StepSampler,
     any_supervised,
     check_rows,
-    document_lengths,
     pack,
-    split_documents,
     step_loader,
 )
 
@@ -48,8 +46,8 @@ def sampler_of(lengths: list[int], **changes) -> StepSampler:
 
 
 def dataset_of(lengths: list[int], *, trim: bool = False, micro_batch_size: int = 1) -> PackedDataset:
-    return PackedDataset(rows_of(lengths), seq_len=SEQ_LEN, micro_batch_size=micro_batch_size, pad_token_id=999_999,
-                         trim=trim)
+    return PackedDataset(rows=rows_of(lengths), seq_len=SEQ_LEN, micro_batch_size=micro_batch_size,
+                         pad_token_id=999_999, trim=trim)
 
 
 @given(lengths=LENGTHS, seed=st.integers(0, 5))
@@ -183,8 +181,8 @@ MEASURE = """
 import sys
 import numpy as np
 from datasets import disable_progress_bars
-from data_gen.shards import load_rows
-from train.packing import PackedDataset, StepSampler, check_rows, document_lengths, split_documents
+from data_gen.shards import document_lengths, load_rows, split_documents
+from train.packing import PackedDataset, StepSampler, check_rows
 
 def own_memory():  # MiB, without the pages of mapped files, which the kernel takes back when it needs them
     lines = open("/proc/self/status").read().splitlines()
@@ -227,16 +225,16 @@ def test_data_larger_than_the_memory_for_it_are_streamed(tmp_path):
         ids = [f"{shard}-{row}" for row in range(per_shard)]
         pq.write_table(pa.table({"id": ids, **lists, **columns}).select(SCHEMA.names).cast(SCHEMA),
                        tmp_path / f"shard-{shard:05d}.parquet", compression="zstd")
-    ShardWriter(tmp_path, target="t", settings={}, num_prompts=10 * per_shard, rows_per_shard=per_shard,
+    ShardWriter(tmp_path, target="t", settings={"target": {"fingerprint": "f"}}, num_prompts=10 * per_shard, rows_per_shard=per_shard,
                 vocab_size=50_000, stop_token_ids=()).finalise()
     code = """
 rows = load_rows(sys.argv[1])
-next(iter(PackedDataset(rows, seq_len=4096, micro_batch_size=1, pad_token_id=0, trim=False)[[[]]]))
+next(iter(PackedDataset(rows=rows, seq_len=4096, micro_batch_size=1, pad_token_id=0, trim=False)[[[]]]))
 before = own_memory()
 check_rows(rows, "", 50_000)
 sampler = StepSampler(split_documents(document_lengths(rows), 4096), 4096, seed=0, rank=0, world_size=1,
                       micro_batch_size=1, accumulation=1)
-dataset = PackedDataset(rows, seq_len=4096, micro_batch_size=1, pad_token_id=0, trim=False)
+dataset = PackedDataset(rows=rows, seq_len=4096, micro_batch_size=1, pad_token_id=0, trim=False)
 highest = num_tokens = 0
 for plan in sampler:
     num_tokens += sum(int((batch.document_ids >= 0).sum()) for batch in dataset[plan])

@@ -1,0 +1,325 @@
+"""The target's outputs on disk: training reads them, and the target's layers need not be loaded.
+
+    features_path/train/features.json       what the numbers belong to
+    features_path/train/shard-00000.bin     [tokens, 4 hidden_size] in the target's dtype, no header
+
+A file holds the tokens of one shard of the data, row after row: the three feature layers, then the final hidden
+state, from which ``lm_head`` rebuilds the logits. Every size is known before anything is computed, so a file is whole
+if it has its size. It is written under another name, locked by its writer, and renamed when it is whole: whoever
+continues a killed run, on any number of ranks, makes what is missing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from tqdm import tqdm
+
+from data_gen.files import make_folder, refuse_file, write_json
+from data_gen.shards import (
+    MANIFEST_FILE,
+    check_made_with,
+    document_lengths,
+    load_rows,
+    read_manifest,
+    split_documents,
+)
+from specvocab_model.config import Config, ConfigError
+from specvocab_model.target import TORCH_DTYPES, Target, default_feature_layers, load_spec
+from specvocab_model.target_spec import TargetSpec
+
+if TYPE_CHECKING:
+    from datasets import Dataset as Rows
+
+SCHEMA_VERSION = 1
+INDEX_FILE = "features.json"
+TOKENS_AT_ONCE = 16384  # of one forward on a GPU, padding included
+MAKE_COMMAND = "python data_gen/main.py +experiment=NAME action=features"
+GIB = 2**30
+_BITS = {2: np.int16, 4: np.int32}  # numpy has no bf16: numbers are copied as they are, whatever they mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureStore:
+    """One folder of features, of the training or the validation data; nothing is read or written by making it."""
+
+    folder: Path
+    settings: dict[str, Any]  # everything the numbers depend on
+    hidden_size: int
+    dtype: torch.dtype
+    seq_len: int  # longer documents are cut, and each piece is computed on its own
+    first_row: np.ndarray  # int64 [S + 1], of every shard of the data
+    first_token: np.ndarray  # int64 [N + 1], of every row of the data
+
+    @classmethod
+    def of(cls, config: Config, spec: TargetSpec, rows: Rows, *, training: bool) -> FeatureStore:
+        """The features of ``rows``, the configuration's training or validation data."""
+        assert config.data.features_path is not None
+        data = Path(config.data.train_path if training else config.data.validation_path)
+        lengths, seq_len = document_lengths(rows), config.data.seq_len
+        settings = {
+            "schema_version": SCHEMA_VERSION,
+            "target": {"fingerprint": spec.fingerprint, "dtype": config.target.dtype},
+            "feature_layers": list(config.draft.feature_layers or default_feature_layers(spec.num_hidden_layers)),
+            "data manifest sha256": hashlib.sha256((data / MANIFEST_FILE).read_bytes()).hexdigest(),
+            "documents cut at": seq_len if (lengths > seq_len).any() else None,
+        }
+        return cls(
+            folder=Path(config.data.features_path, "train" if training else "validation"),
+            settings=settings,
+            hidden_size=spec.hidden_size,
+            dtype=TORCH_DTYPES[config.target.dtype],
+            seq_len=seq_len,
+            first_row=np.cumsum([0, *(shard.num_rows for shard in read_manifest(data).shards)]),
+            first_token=np.concatenate([[0], lengths.cumsum()]),
+        )
+
+    # ---- sizes ----
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.first_row) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.first_token[-1])
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 4 * self.hidden_size * self.dtype.itemsize
+
+    def shard_bytes(self, shard: int) -> int:
+        first, end = self.first_token[self.first_row[shard : shard + 2]]
+        return int(end - first) * self.bytes_per_token
+
+    def missing_shards(self) -> list[int]:
+        """Those without a file of the right size."""
+        return [shard for shard in range(self.num_shards) if not self._is_whole(shard)]
+
+    # ---- reading ----
+
+    def check(self) -> None:
+        """See that all features are there and belong to this target and these data.
+
+        Raises:
+            ConfigError: naming what is missing or differs.
+        """
+        if not (self.folder / INDEX_FILE).is_file():
+            raise ConfigError(f"{self.folder} has no features; make them with `{MAKE_COMMAND}`")
+        check_made_with(self.folder, json.loads((self.folder / INDEX_FILE).read_text()), self.settings)
+        if missing := self.missing_shards():
+            path = self._path(missing[0])
+            size = f"has {path.stat().st_size} bytes instead of" if path.is_file() else "is missing, of"
+            raise ConfigError(f"{len(missing)} of {self.num_shards} feature files are not whole: {path} {size} "
+                              f"{self.shard_bytes(missing[0])}; continue with `{MAKE_COMMAND}`")
+
+    def zeros(self, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """Room for packed rows: features [height, width, 3d] and final hidden states [height, width, d]."""
+        d = self.hidden_size
+        return torch.zeros(height, width, 3 * d, dtype=self.dtype), torch.zeros(height, width, d, dtype=self.dtype)
+
+    def read(self, row: int, first: int, length: int, features: Tensor, final_hidden: Tensor) -> None:
+        """Copy the outputs at ``length`` tokens of a data row, from ``first``, to the CPU tensors given.
+
+        Args:
+            features: [length, 3d]; ``final_hidden``: [length, d]; both in the target's dtype.
+        """
+        shard = int(np.searchsorted(self.first_row, row, side="right")) - 1
+        token = int(self.first_token[row] + first - self.first_token[self.first_row[shard]])
+        bits = _BITS[self.dtype.itemsize]
+        stored = np.memmap(self._path(shard), bits, "r", token * self.bytes_per_token, (length, 4 * self.hidden_size))
+        as_bits = {2: torch.int16, 4: torch.int32}[self.dtype.itemsize]
+        features.view(as_bits).numpy()[:] = stored[:, : 3 * self.hidden_size]
+        final_hidden.view(as_bits).numpy()[:] = stored[:, 3 * self.hidden_size :]
+
+    # ---- writing ----
+
+    def begin(self) -> None:
+        """Make the folder, or see that it was begun for the same target and data; all ranks may call this at once.
+
+        Raises:
+            ConfigError: it was begun for others.
+        """
+        refuse_file(self.folder)
+        index = self.folder / INDEX_FILE
+        if index.is_file():
+            check_made_with(self.folder, json.loads(index.read_text()), self.settings)
+        else:
+            make_folder(self.folder)
+            write_json(index, self.settings)
+
+    def bytes_to_write(self) -> int:
+        """Of the missing files, less what they already take under their temporary names."""
+        begun = [self._temporary(shard) for shard in self.missing_shards()]
+        taken = sum(path.stat().st_size for path in begun if path.is_file())
+        return sum(map(self.shard_bytes, self.missing_shards())) - taken
+
+    def fill(self, target: Target, rows: Rows, state: PartialState) -> None:
+        """Make the missing files; the ranks take one after another, so that a slow one holds up none.
+
+        Raises:
+            ConfigError: the disk is full, or does not take them for another reason.
+        """
+        every = range(self.num_shards)
+        start = self.num_shards * state.process_index // state.num_processes
+        with tqdm(total=self.num_tokens, desc=f"features of {self.folder.name}", unit=" tokens", unit_scale=True,
+                  disable=not state.is_main_process) as progress:
+            for shard in (*every[start:], *every[:start]):
+                with self._claimed(shard) as file:
+                    if file is not None:
+                        self._write(file, target, rows, shard)
+                progress.update(self.shard_bytes(shard) // self.bytes_per_token)
+
+    @contextmanager
+    def _claimed(self, shard: int) -> Iterator[IO[bytes] | None]:
+        """The file to write ``shard`` to; None if it is whole or another process is at it.
+
+        The lock goes with the process that holds it, so a killed one leaves nothing to clean up.
+        """
+        if self._is_whole(shard):
+            yield None
+            return
+        temporary, path = self._temporary(shard), self._path(shard)
+        temporary.touch()
+        with temporary.open("r+b", buffering=0) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield None
+                return
+            if self._is_whole(shard):  # its writer renamed it since we looked: this may be the whole file itself
+                temporary.unlink(missing_ok=True)
+                yield None
+                return
+            file.truncate()
+            try:
+                yield file
+                os.fsync(file.fileno())
+            except OSError as error:
+                raise ConfigError(f"cannot write {path}: {error.strerror or error}; {self.bytes_to_write() / GIB:.2f} GiB "
+                                  "are still to be written. See to the disk and start again: what is finished is kept"
+                                  ) from error
+            temporary.replace(path)
+
+    def _write(self, file: IO[bytes], target: Target, rows: Rows, shard: int) -> None:
+        """Compute and write the rows of ``shard``, the one while the other."""
+        first, end = self.first_row[shard : shard + 2]
+        pieces = split_documents(np.diff(self.first_token[first : end + 1]), self.seq_len)
+        pieces[:, 0] += first
+        begin = self.first_token[pieces[:, 0]] + pieces[:, 1] - self.first_token[first]
+        with ThreadPoolExecutor(1) as disk:
+            writing: Future[None] | None = None
+            for index in _batches(pieces[:, 2], alone=target.device.type == "cpu"):
+                hidden = _outputs(target, rows, pieces[index])
+                if writing is not None:
+                    writing.result()
+                offsets = begin[index] * self.bytes_per_token
+                writing = disk.submit(_write_documents, file, hidden, pieces[index, 2], offsets)
+            if writing is not None:
+                writing.result()
+
+    def _is_whole(self, shard: int) -> bool:
+        path = self._path(shard)
+        return path.is_file() and path.stat().st_size == self.shard_bytes(shard)
+
+    def _path(self, shard: int) -> Path:
+        return self.folder / f"shard-{shard:05d}.bin"
+
+    def _temporary(self, shard: int) -> Path:
+        return self.folder / f".shard-{shard:05d}.bin.tmp"
+
+
+def _batches(lengths: np.ndarray, *, alone: bool) -> Iterator[np.ndarray]:
+    """Indices of documents to be computed together, the longest first, padded to at most ``TOKENS_AT_ONCE``."""
+    order = np.argsort(-lengths, kind="stable")
+    while len(order):
+        count = 1 if alone else max(1, TOKENS_AT_ONCE // int(lengths[order[0]]))
+        yield order[:count]
+        order = order[count:]
+
+
+def _outputs(target: Target, rows: Rows, pieces: np.ndarray) -> Tensor:
+    """Features and final hidden state [B, T, 4d] of documents, on the CPU.
+
+    They are padded on the right, where no token before sees it: attention needs no mask.
+    """
+    input_ids = np.zeros((len(pieces), pieces[0, 2]), dtype=np.int64)
+    column = rows.data.column("input_ids")
+    for own, (row, first, length) in zip(input_ids, pieces.tolist(), strict=True):
+        own[:length] = column[row].values.to_numpy()[first : first + length]
+    output = target.forward(torch.from_numpy(input_ids).to(target.device))
+    return torch.cat([output.features, output.final_hidden], dim=-1).cpu()
+
+
+def _write_documents(file: IO[bytes], hidden: Tensor, lengths: np.ndarray, offsets: np.ndarray) -> None:
+    for document, length, offset in zip(hidden, lengths.tolist(), offsets.tolist(), strict=True):
+        file.seek(offset)
+        left = memoryview(document[:length].view(torch.uint8).numpy()).cast("B")
+        while left:  # a single call writes 2 GiB at most
+            left = left[file.write(left) :]
+
+
+def make_features(config: Config, state: PartialState) -> None:
+    """Make the features of the training and the validation data, in ``data.features_path``.
+
+    Raises:
+        ConfigError: no ``data.features_path``, no data, features of other data or another target, or no room for them.
+    """
+    if config.data.features_path is None:
+        raise ConfigError("data.features_path says where the features go; set it to a folder")
+    spec = load_spec(config.target)
+    rows = {training: load_rows(config.data.train_path if training else config.data.validation_path)
+            for training in (True, False)}
+    stores = {training: FeatureStore.of(config, spec, rows[training], training=training) for training in rows}
+    for store in stores.values():
+        store.begin()
+    num_bytes = require_space(list(stores.values()), state)
+    missing = any(store.missing_shards() for store in stores.values())
+    state.wait_for_everyone()  # before the disk fills, and what is missing changes
+    if missing:
+        target = Target.load(config.target, device=state.device, feature_layers=config.draft.feature_layers)
+        start = time.monotonic()
+        for training, store in stores.items():
+            store.fill(target, rows[training], state)
+    state.wait_for_everyone()
+    if missing and state.is_main_process:
+        seconds = time.monotonic() - start
+        print(f"features: {num_bytes / GIB:.2f} GiB written in {seconds:.0f} s, {num_bytes / seconds / 1e9:.2f} "
+              f"GB/s, in {config.data.features_path}", flush=True)
+    for store in stores.values():
+        store.check()
+
+
+def require_space(stores: list[FeatureStore], state: PartialState) -> int:
+    """Print what the features will take and return the bytes still to be written.
+
+    Raises:
+        ConfigError: more than the disk has.
+    """
+    num_bytes = sum(store.bytes_to_write() for store in stores)
+    total = sum(store.num_tokens * store.bytes_per_token for store in stores)
+    free = shutil.disk_usage(stores[0].folder).free
+    store = stores[0]
+    size = (f"{total / GIB:.2f} GiB for {sum(store.num_tokens for store in stores)} tokens of "
+            f"4 * {store.hidden_size} * {store.dtype.itemsize} bytes")
+    if state.is_main_process:
+        print(f"features: {size}; {num_bytes / GIB:.2f} GiB to write, {free / GIB:.2f} GiB free", flush=True)
+    if num_bytes > free:
+        raise ConfigError(f"the features need {size}; {num_bytes / GIB:.2f} GiB are still to be written, but the disk "
+                          f"of {store.folder} has {free / GIB:.2f} GiB free; set data.features_path to another disk")
+    return num_bytes

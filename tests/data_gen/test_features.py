@@ -1,0 +1,220 @@
+"""Features on disk: what the target says, bit for bit; whole or refused; made once however often a run is killed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import PartialState
+
+from data_gen import features
+from data_gen.features import INDEX_FILE, FeatureStore, make_features
+from data_gen.shards import document_lengths, load_rows, split_documents
+from specvocab_model.config import Config, ConfigError
+from specvocab_model.target import Target, load_spec
+from tests.tiny import tiny_target
+from tests.train.runs import SEQ_LEN, config_of, overrides, write_experiment
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return write_experiment(tmp_path_factory.mktemp("features"))
+
+
+@pytest.fixture(scope="module")
+def made(root) -> Path:
+    """The features of an unbroken run."""
+    make_features(features_config(root, "made"), PartialState(cpu=True))
+    return root / "made"
+
+
+def features_config(root: Path, folder: str, *changes: str) -> Config:
+    return config_of(arguments(root, folder, *changes))
+
+
+def arguments(root: Path, folder: str, *changes: str) -> list[str]:
+    return overrides(root, "run", f"data.features_path={root / folder}", "action=features", *changes)
+
+
+def store_of(config: Config, *, training: bool = True) -> FeatureStore:
+    rows = load_rows(config.data.train_path if training else config.data.validation_path)
+    return FeatureStore.of(config, load_spec(config.target), rows, training=training)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_token_has_the_outputs_of_its_document_alone(root, dtype):
+    config = features_config(root, f"outputs-{dtype}", f"target.dtype={dtype}")
+    make_features(config, PartialState(cpu=True))
+    target = Target.load(config.target, device="cpu")
+    for training, path in ((True, config.data.train_path), (False, config.data.validation_path)):
+        store, rows = store_of(config, training=training), load_rows(path)
+        store.check()
+        pieces = split_documents(document_lengths(rows), SEQ_LEN).tolist()
+        assert training is (len(pieces) > len(rows))  # one document of the training data is cut
+        for row, first, length in pieces:
+            ids = torch.tensor([rows[row]["input_ids"][first : first + length]])
+            expected, (stored, final_hidden) = target.forward(ids), store.zeros(1, length)
+            store.read(row, first, length, stored[0], final_hidden[0])
+            assert torch.equal(stored, expected.features) and torch.equal(final_hidden, expected.final_hidden)
+    assert store.bytes_per_token == 4 * 48 * target.lm_head_weight.dtype.itemsize
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_documents_padded_together_have_the_outputs_of_each_alone(root, tmp_path, kind):
+    target, rows = tiny_target(kind, tmp_path), load_rows(root / "train")
+    pieces = split_documents(document_lengths(rows), SEQ_LEN)
+    (index, *_) = features._batches(pieces[:, 2], alone=False)
+    assert len(index) == len(pieces) and pieces[index[0], 2] == SEQ_LEN
+    together = features._outputs(target, rows, pieces[index])
+    for own, piece in zip(together, pieces[index], strict=True):
+        alone = features._outputs(target, rows, piece[None])[0]
+        torch.testing.assert_close(own[: len(alone)], alone, rtol=1e-4, atol=1e-4)
+
+
+KILLED = """
+import os, signal, sys
+from data_gen import features, main
+write, calls = features._write_documents, 0
+def dying(*arguments):
+    global calls
+    calls += 1
+    if calls == int(os.environ["DIE_AT"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(*arguments)
+features._write_documents = dying
+main.main()
+"""
+
+
+def test_a_run_that_is_killed_goes_on_and_ends_as_an_unbroken_one(root, made):
+    for die_at, whole in (("5", 0), ("21", 1)):
+        killed = subprocess.run([sys.executable, "-c", KILLED, *arguments(root, "killed")], cwd=REPOSITORY,
+                                env=ENVIRONMENT | {"DIE_AT": die_at}, capture_output=True, text=True, check=False)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert len(list((root / "killed" / "train").glob("shard-*.bin"))) == whole
+        with pytest.raises(ConfigError, match=r"of 3 feature files are not whole: .* is missing, of \d+; continue"):
+            store_of(features_config(root, "killed")).check()
+    make_features(features_config(root, "killed"), PartialState(cpu=True))
+    assert contents(root / "killed") == contents(made)
+
+
+@pytest.mark.slow
+def test_two_ranks_make_what_one_makes(root, made):
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                           "data_gen/main.py", *arguments(root, "ranks")], cwd=REPOSITORY, env=ENVIRONMENT,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("GiB to write") == 1
+    assert contents(root / "ranks") == contents(made)
+
+
+def test_a_shard_that_another_process_writes_is_left_to_it(root, made):
+    config = features_config(root, "shared")
+    store = store_of(config)
+    store.begin()
+    with store._temporary(1).open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write(b"half")
+        other.flush()
+        with pytest.raises(ConfigError, match=r"1 of 3 feature files are not whole: .*shard-00001.bin is missing"):
+            make_features(config, PartialState(cpu=True))
+        assert store._temporary(1).read_bytes() == b"half"
+    make_features(config, PartialState(cpu=True))
+    assert contents(root / "shared") == contents(made)
+
+
+def test_nothing_is_computed_twice(root, made, monkeypatch, capsys):
+    monkeypatch.setattr(Target, "load", None)
+    make_features(features_config(root, "made"), PartialState(cpu=True))
+    assert "; 0.00 GiB to write" in capsys.readouterr().out
+
+
+def test_the_size_is_said_first_and_must_fit(root, monkeypatch, capsys):
+    num_tokens = sum(store_of(features_config(root, "large"), training=training).num_tokens for training in (0, 1))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, num_tokens * 4 * 48 * 4 - 1))
+    monkeypatch.setattr(Target, "load", None)
+    size = rf"need 0\.00 GiB for {num_tokens} tokens of 4 \* 48 \* 4 bytes"
+    with pytest.raises(ConfigError, match=f"{size}; .* GiB free"):
+        make_features(features_config(root, "large"), PartialState(cpu=True))
+    assert f"for {num_tokens} tokens" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(root, made, monkeypatch):
+    fsync = os.fsync
+
+    def full_at_the_second(descriptor):
+        if "shard-00001" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full_at_the_second)
+        with pytest.raises(ConfigError, match=r"cannot write .*shard-00001.bin: No space left.*GiB are still to be"):
+            make_features(features_config(root, "full"), PartialState(cpu=True))
+    assert [path.name for path in (root / "full" / "train").glob("shard-*")] == ["shard-00000.bin"]
+    make_features(features_config(root, "full"), PartialState(cpu=True))
+    assert contents(root / "full") == contents(made)
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ("draft.feature_layers=[1,4,5]", r"feature_layers was \[2, 4, 5\] and is now \[1, 4, 5\]"),
+    ("target.dtype=bfloat16", "target.dtype was 'float32' and is now 'bfloat16'"),
+    ("data.seq_len=40", "documents cut at was 48 and is now 40"),
+    ("data.seq_len=400", "documents cut at was 48 and is now None"),
+])
+def test_features_of_other_settings_are_refused_by_name(root, made, change, named):
+    config = features_config(root, "made", change)
+    for use in (store_of(config).check, lambda: make_features(config, PartialState(cpu=True))):
+        with pytest.raises(ConfigError, match=f"was made with other settings: {named}. Set them back"):
+            use()
+
+
+def test_features_of_other_data_or_another_target_are_refused(root, made, tmp_path):
+    for name in ("train", "validation", "target", "made"):
+        shutil.copytree(root / name, tmp_path / name)
+    config = features_config(tmp_path, "made")
+    store_of(config).check()
+    manifest = tmp_path / "train" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"num_prompts": 27}))
+    with pytest.raises(ConfigError, match=r"data manifest sha256 was '\w+' and is now '\w+'"):
+        store_of(config).check()
+    index = tmp_path / "made" / "validation" / INDEX_FILE
+    index.write_text(index.read_text().replace('"fingerprint": "', '"fingerprint": "other '))
+    with pytest.raises(ConfigError, match=r"target.fingerprint was 'other "):
+        store_of(config, training=False).check()
+
+
+def test_a_file_that_is_not_whole_is_refused_and_made_anew(root, made, tmp_path):
+    shutil.copytree(made, tmp_path / "cut")
+    config = features_config(root, "made", f"data.features_path={tmp_path / 'cut'}")
+    path = tmp_path / "cut" / "train" / "shard-00002.bin"
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ConfigError, match=r"1 of 3 .*shard-00002.bin has \d+ bytes instead of \d+; continue with"):
+        store_of(config).check()
+    make_features(config, PartialState(cpu=True))
+    assert contents(tmp_path / "cut") == contents(made)
+
+
+def test_features_that_are_not_there_are_refused(root):
+    with pytest.raises(ConfigError, match=r"nowhere/train has no features; make them with `python data_gen/main.py"):
+        store_of(features_config(root, "nowhere")).check()
+    with pytest.raises(ConfigError, match=r"data.features_path says where"):
+        make_features(config_of(overrides(root, "run", "action=features")), PartialState(cpu=True))

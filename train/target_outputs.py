@@ -1,0 +1,67 @@
+"""What the target says about a batch: computed, remembered, or read from the features on disk."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specvocab_model.target import Target, TargetOutput
+from train.packing import PADDING_DOCUMENT, Batch
+
+
+class TargetOutputs:
+    """Features and final hidden states of packed rows.
+
+    On a CPU a document is computed alone, so its numbers do not depend on what it was packed with: a run that computes
+    them, one that remembers them (``keep``), a resumed one, whose memory starts empty, and one that reads them from
+    disk (``data_gen/features.py``, which computes alike) see the same bits. A GPU computes whole rows, where it would
+    otherwise wait for kernels to start, except with ``keep``.
+
+    Args:
+        keep: remember every document's outputs. Takes 4 hidden states a token, where the target is.
+    """
+
+    def __init__(self, target: Target, *, keep: bool = False) -> None:
+        self.target = target
+        self.keep = keep
+        self.kept: dict[bytes, TargetOutput] = {}  # by the document's tokens
+
+    def of(self, batch: Batch, on_device: Batch) -> TargetOutput:
+        """Outputs [B, T, ..] on the target's device; where the rows are padded they are anything finite.
+
+        Args:
+            batch: on the CPU; ``on_device``: the same where the target is.
+        """
+        if on_device.features is not None:
+            assert on_device.final_hidden is not None
+            return TargetOutput(on_device.features, on_device.final_hidden, None)
+        if self.keep or self.target.device.type == "cpu":
+            return self._by_document(batch)
+        return self.target.forward(on_device.input_ids, position_ids=on_device.position_ids)
+
+    def _by_document(self, batch: Batch) -> TargetOutput:
+        weight, shape = self.target.lm_head_weight, batch.input_ids.shape
+        features = weight.new_zeros(shape.numel(), 3 * weight.shape[1])
+        final_hidden = weight.new_zeros(shape.numel(), weight.shape[1])
+        for document in documents(batch):
+            output = self._of(batch.input_ids.flatten()[document])
+            features[document], final_hidden[document] = output.features[0], output.final_hidden[0]
+        return TargetOutput(features.view(*shape, -1), final_hidden.view(*shape, -1), None)
+
+    def _of(self, input_ids: Tensor) -> TargetOutput:
+        key = input_ids.numpy().tobytes()
+        if key in self.kept:
+            return self.kept[key]
+        output = self.target.forward(input_ids[None].to(self.target.device))
+        if self.keep:
+            self.kept[key] = output
+        return output
+
+
+def documents(batch: Batch) -> list[slice]:
+    """Where the documents lie in the flattened rows; padding is none."""
+    begins = (batch.position_ids.flatten() == 0).nonzero()[:, 0].tolist()
+    ends = [*begins[1:], batch.position_ids.numel()]
+    owners = batch.document_ids.flatten()[torch.tensor(begins)].tolist()
+    return [slice(begin, end) for begin, end, owner in zip(begins, ends, owners, strict=True)
+            if owner != PADDING_DOCUMENT]
