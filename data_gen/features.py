@@ -211,9 +211,9 @@ class FeatureStore:
                 yield file
                 os.fsync(file.fileno())
             except OSError as error:
-                raise ConfigError(f"cannot write {path}: {error.strerror or error}; {self.bytes_to_write() / GIB:.2f} GiB "
-                                  "are still to be written. See to the disk and start again: what is finished is kept"
-                                  ) from error
+                raise ConfigError(f"cannot write {path}: {error.strerror or error}; {self.bytes_to_write() / GIB:.2f} "
+                                  "GiB are still to be written. See to the disk and start again: what is finished is "
+                                  "kept") from error
             temporary.replace(path)
 
     def _write(self, file: IO[bytes], target: Target, rows: Rows, shard: int) -> None:

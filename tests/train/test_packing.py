@@ -225,8 +225,8 @@ def test_data_larger_than_the_memory_for_it_are_streamed(tmp_path):
         ids = [f"{shard}-{row}" for row in range(per_shard)]
         pq.write_table(pa.table({"id": ids, **lists, **columns}).select(SCHEMA.names).cast(SCHEMA),
                        tmp_path / f"shard-{shard:05d}.parquet", compression="zstd")
-    ShardWriter(tmp_path, target="t", settings={"target": {"fingerprint": "f"}}, num_prompts=10 * per_shard, rows_per_shard=per_shard,
-                vocab_size=50_000, stop_token_ids=()).finalise()
+    ShardWriter(tmp_path, target="t", settings={"target": {"fingerprint": "f"}}, num_prompts=10 * per_shard,
+                rows_per_shard=per_shard, vocab_size=50_000, stop_token_ids=()).finalise()
     code = """
 rows = load_rows(sys.argv[1])
 next(iter(PackedDataset(rows=rows, seq_len=4096, micro_batch_size=1, pad_token_id=0, trim=False)[[[]]]))
