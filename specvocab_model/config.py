@@ -212,7 +212,7 @@ class GenerationConfig:
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off
-    batch_tokens: int = 65536  # (prompt + max_new_tokens) * rows of one generation batch
+    batch_tokens: int | None = None  # (prompt + max_new_tokens) * rows of one generation batch; null: what fits
     rows_per_shard: int = 2048  # at most; few prompts are spread over more shards, so that every rank has some
     near_duplicate_threshold: float | None = None  # Jaccard similarity of two questions' word 5-grams; null: off
     min_response_tokens: int = 1

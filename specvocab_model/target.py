@@ -150,7 +150,7 @@ class Target:
         input_ids: Tensor,
         *,
         position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
         past_key_values: Cache | None = None,
     ) -> TargetOutput:
         """Run the decoder, without ``lm_head``, on ``input_ids [B, T]``.
@@ -159,7 +159,8 @@ class Target:
         no document sees another, in full and in sliding-window layers (transformers finds the boundaries itself).
 
         Args:
-            attention_mask: 1 for tokens, 0 for padding, ``[B, past + T]``.
+            attention_mask: 1 for tokens, 0 for padding, ``[B, past + T]``; or what is added to the attention scores,
+                ``[B, 1, T, past + T]``, by type of layer where the target has several.
             past_key_values: a cache that this forward extends.
         """
         with self._captured_inputs() as captured:

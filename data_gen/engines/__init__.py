@@ -7,14 +7,18 @@ import os
 import torch
 
 from data_gen.engines.base import Completion, Engine, Rejected, SamplingParams
+from data_gen.engines.continuous_engine import ContinuousEngine
 from data_gen.engines.openai_engine import OpenAIEngine, Reach
 from data_gen.engines.transformers_engine import TransformersEngine
 from specvocab_model.config import Config
 from specvocab_model.target import Target
 from specvocab_model.target_spec import load_spec_and_tokenizer
 
-__all__ = ["Completion", "Engine", "OpenAIEngine", "Reach", "Rejected", "SamplingParams", "TransformersEngine",
-           "build_engine"]
+__all__ = ["Completion", "ContinuousEngine", "Engine", "OpenAIEngine", "Reach", "Rejected", "SamplingParams",
+           "TransformersEngine", "build_engine"]
+
+CPU_BATCH_TOKENS = 65536
+CACHE_SHARE = 0.4  # the rest is for prompts being read, logits, and whoever else is on the card
 
 
 def build_engine(config: Config, device: torch.device) -> Engine:
@@ -28,7 +32,18 @@ def build_engine(config: Config, device: torch.device) -> Engine:
 
 def _transformers(config: Config, device: torch.device) -> Engine:
     target = Target.load(config.target, device=device)
-    return TransformersEngine(target, batch_tokens=config.generation.batch_tokens)
+    batch_tokens = config.generation.batch_tokens
+    if device.type != "cuda":
+        return TransformersEngine(target, batch_tokens=batch_tokens or CPU_BATCH_TOKENS)
+    return ContinuousEngine(target, batch_tokens=batch_tokens or _tokens_that_fit(target))
+
+
+def _tokens_that_fit(target: Target) -> int:
+    """Tokens whose keys and values take ``CACHE_SHARE`` of the GPU memory that the weights have left."""
+    spec = target.spec
+    num_values = 2 * spec.num_hidden_layers * spec.num_key_value_heads * spec.head_dim
+    free_bytes, _ = torch.cuda.mem_get_info(target.device)
+    return int(CACHE_SHARE * free_bytes) // (num_values * target.lm_head_weight.element_size())
 
 
 def _openai(config: Config, device: torch.device) -> Engine:

@@ -54,7 +54,8 @@ class TransformersEngine:
             output = self.target.forward(
                 input_ids, position_ids=position_ids, attention_mask=mask, past_key_values=cache
             )
-            next_ids = _choose(self.target.logits(output.final_hidden[:, -1]), sampling, generator)
+            uniform = torch.rand(len(rows), 1, dtype=torch.float64, device=self.target.device, generator=generator)
+            next_ids = choose(self.target.logits(output.final_hidden[:, -1]), sampling, uniform)
             unfinished = []
             for place, (row, token_id) in enumerate(zip(rows, next_ids.tolist(), strict=True)):
                 responses[row].append(token_id)
@@ -108,11 +109,19 @@ def left_pad(prompts: Sequence[list[int]], pad_token_id: int, device: torch.devi
     return input_ids.to(device), mask.to(device)
 
 
-def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """One token id for each row of logits [B, V]: int64 [B]."""
+def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
+    """One token id for each row: the largest logit, or where the distribution function passes ``uniform``.
+
+    A uniform number a row, looked up in the distribution function, takes a third of multinomial's time, which draws V.
+
+    Args:
+        logits: [N, V].
+        uniform: fp64 [N, 1] in [0, 1); not looked at if ``sampling`` is greedy.
+
+    Returns:
+        int64 [N].
+    """
     if sampling.greedy:
         return logits.argmax(-1)
-    # One uniform number a row, looked up in the distribution function: a third of multinomial's time, which draws V.
     cumulative = sampling.probabilities(logits).cumsum(-1)
-    uniform = torch.rand(len(logits), 1, dtype=cumulative.dtype, device=logits.device, generator=generator)
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0]

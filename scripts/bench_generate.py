@@ -1,0 +1,120 @@
+"""How fast an engine writes responses: tokens/s, how long the whole data set will take, and how long the GPU idles.
+
+    python scripts/bench_generate.py +experiment=smollm2_135m generation.num_prompts=2048 generation.max_new_tokens=256
+
+Prompts are those of ``generation.prompt_files`` (or of the quickstart), repeated until there are
+``generation.num_prompts`` (512). No token stops a response, so every prompt gets ``generation.max_new_tokens`` and two
+runs compare. A first pass over a few prompts is not counted: it compiles and captures. Writes
+``output_dir/bench_generate.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_gen.chat import encode_prompt
+from data_gen.engines import Engine, Rejected, SamplingParams, build_engine
+from data_gen.prompts import load_prompts
+from specvocab_model.cli import hydra_main
+from specvocab_model.config import CONFIG_DIR, Config, ConfigError
+from specvocab_model.target import load_spec_and_tokenizer
+
+NUM_PROMPTS = 512
+QUICKSTART_PROMPTS = Path(CONFIG_DIR).parent / "data_gen" / "quickstart_prompts.jsonl"
+SAMPLE_MS = 100  # of the GPU's utilisation
+
+
+@hydra_main
+def main(config: Config) -> None:
+    on_gpu = torch.cuda.is_available() and not config.distributed.cpu
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    result = measure(config, build_engine(config, device), prompts_of(config))
+    result |= {"device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+               "torch": torch.__version__, "target": config.target.model, "engine": config.generation.engine}
+    path = Path(config.output_dir) / "bench_generate.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    print("\n".join(f"{name.replace('_', ' '):<28}{value}" for name, value in result.items()))
+
+
+def prompts_of(config: Config) -> list[list[int]]:
+    """Prompts as token ids.
+
+    Raises:
+        ConfigError: all are longer than ``generation.max_prompt_tokens``.
+    """
+    _, tokenizer = load_spec_and_tokenizer(config.target)
+    files = config.generation.prompt_files or [str(QUICKSTART_PROMPTS)]
+    encoded = [encode_prompt(tokenizer, prompt.conversation(), config.target.chat_template_kwargs)
+               for file in files for prompt in load_prompts(file)]
+    limit = config.generation.max_prompt_tokens
+    fitting = [ids for ids in encoded if len(ids) <= limit]
+    if not fitting:
+        raise ConfigError(f"all prompts have more than generation.max_prompt_tokens={limit} tokens; raise it")
+    return list(islice(cycle(fitting), config.generation.num_prompts or NUM_PROMPTS))
+
+
+def measure(config: Config, engine: Engine, prompts: list[list[int]]) -> dict[str, Any]:
+    """Tokens/s and what follows from them, as a flat dict of JSON values.
+
+    Raises:
+        ConfigError: the engine rejected a prompt.
+    """
+    generation = config.generation
+    params = SamplingParams(max_new_tokens=generation.max_new_tokens, stop_token_ids=(),
+                            temperature=generation.temperature, top_k=generation.top_k, top_p=generation.top_p)
+    for _ in engine.generate(prompts, params, seed=0):  # captures what the measured pass replays
+        pass
+    with gpu_utilisation() as samples:
+        start = time.perf_counter()
+        completions = [completion for _, completion in engine.generate(prompts, params, seed=1)]
+        seconds = time.perf_counter() - start
+    if rejected := [completion for completion in completions if isinstance(completion, Rejected)]:
+        raise ConfigError(f"{len(rejected)} of {len(prompts)} prompts have no answer: {rejected[0].detail}")
+    tokens = len(prompts) * params.max_new_tokens
+    wanted = generation.magpie_prompts or len(prompts)
+    return {
+        "num_prompts": len(prompts),
+        "mean_prompt_tokens": round(sum(map(len, prompts)) / len(prompts), 1),
+        "max_new_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "generated_tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 1),
+        "eta_prompts": wanted,
+        "eta_hours": round(wanted * params.max_new_tokens / (tokens / seconds) / 3600, 4),
+        "gpu_idle_share": round(1 - sum(samples) / len(samples), 3) if samples else None,
+    }
+
+
+@contextmanager
+def gpu_utilisation() -> Iterator[list[float]]:
+    """A list that is filled, at the end of the context, with the share of time in which the first GPU ran a kernel."""
+    samples: list[float] = []
+    if shutil.which("nvidia-smi") is None:
+        yield samples
+        return
+    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i", "0",
+               f"-lms={SAMPLE_MS}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield samples
+    finally:
+        process.terminate()
+        output, _ = process.communicate()
+        samples += [int(line) / 100 for line in output.split() if line.isdigit()]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Slots that are refilled write what each prompt alone would, token for token, in every kind of target."""
+
+import pytest
+import torch
+
+from data_gen.engines import Completion, SamplingParams, TransformersEngine
+from data_gen.engines import continuous_engine as continuous_module
+from data_gen.engines import slots as slots_module
+from data_gen.engines.continuous_engine import ContinuousEngine
+from specvocab_model.config import ConfigError
+from tests.tiny import EOS_IDS, KINDS, tiny_target
+
+BIG = 10**6
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def target(request, tmp_path_factory):
+    return tiny_target(request.param, tmp_path_factory.mktemp("continuous"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return tiny_target("llama", tmp_path_factory.mktemp("continuous"))
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    monkeypatch.setattr(slots_module, "SMALLEST_WIDTH", 8)  # so that tiny runs see several widths
+    monkeypatch.setattr(slots_module, "PREFILL_TOKENS", 60)  # and several prefills
+    monkeypatch.setattr(continuous_module, "CAPACITY_STEP", 16)
+
+
+def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 24, (count,), generator=generator).tolist()
+    return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
+
+
+def run(engine, prompts, params, seed=0) -> list[Completion]:
+    finished = list(engine.generate(prompts, params, seed=seed))
+    assert sorted(index for index, _ in finished) == list(range(len(prompts)))
+    return [completion for _, completion in sorted(finished, key=lambda pair: pair[0])]
+
+
+def test_greedy_equals_one_prompt_at_a_time(target):
+    prompts, params = random_prompts(12), SamplingParams(max_new_tokens=24, stop_token_ids=EOS_IDS)
+    expected = run(TransformersEngine(target, batch_tokens=1), prompts, params)
+    assert {completion.finish_reason for completion in expected} == {"stop", "length"}
+    for batch_tokens in (BIG, 240):  # all at once; five slots
+        assert run(ContinuousEngine(target, batch_tokens=batch_tokens), prompts, params) == expected
+
+
+def test_one_engine_serves_different_calls(llama):
+    engine, alone = ContinuousEngine(llama, batch_tokens=200), TransformersEngine(llama, batch_tokens=1)
+    for count, limit, stops in ((9, 12, EOS_IDS), (2, 12, EOS_IDS), (9, 20, EOS_IDS), (5, 20, ()), (3, 1, ())):
+        params = SamplingParams(max_new_tokens=limit, stop_token_ids=stops)
+        prompts = random_prompts(count, seed=count)
+        assert run(engine, prompts, params) == run(alone, prompts, params)
+    assert run(engine, [], params) == []
+
+
+def test_the_seed_and_the_place_decide_what_is_drawn(llama):
+    prompts = random_prompts(10, seed=3)
+    params = SamplingParams(max_new_tokens=16, stop_token_ids=EOS_IDS, temperature=0.9, top_k=50, top_p=0.9)
+    first = run(ContinuousEngine(llama, batch_tokens=BIG), prompts, params, seed=5)
+    assert run(ContinuousEngine(llama, batch_tokens=90), prompts, params, seed=5) == first, "slots do not matter"
+    assert run(ContinuousEngine(llama, batch_tokens=BIG), prompts, params, seed=6) != first
+
+
+def test_sampled_tokens_follow_the_distribution(llama, monkeypatch):
+    monkeypatch.setattr(slots_module, "PREFILL_TOKENS", 10**5)
+    prompt = random_prompts(1, seed=7)
+    params = SamplingParams(max_new_tokens=1, stop_token_ids=(), temperature=0.8, top_k=5)
+    completions = run(ContinuousEngine(llama, batch_tokens=BIG), prompt * 2000, params)
+    drawn = torch.bincount(torch.tensor([completion.token_ids[0] for completion in completions]), minlength=277) / 2000
+    hidden = llama.forward(torch.tensor(prompt)).final_hidden[:, -1]
+    logits = llama.logits(hidden)[0].double() / 0.8
+    kept = logits.topk(5).indices
+    expected = torch.zeros_like(logits).index_copy(0, kept, logits[kept].softmax(0))
+    assert (drawn - expected).abs().sum() / 2 < 0.04
+
+
+def fail_above(num_slots: int, monkeypatch):
+    def step(self):
+        if self.num_slots > num_slots:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(self)
+
+    original = slots_module.Slots._step
+    monkeypatch.setattr(slots_module.Slots, "_step", step)
+
+
+def test_out_of_memory_halves_the_slots_and_loses_nothing(llama, monkeypatch, capfd):
+    prompts, params = random_prompts(12, seed=2), SamplingParams(max_new_tokens=10, stop_token_ids=EOS_IDS)
+    expected = run(TransformersEngine(llama, batch_tokens=1), prompts, params)
+    fail_above(4, monkeypatch)
+    engine = ContinuousEngine(llama, batch_tokens=BIG)
+    assert run(engine, prompts, params) == expected
+    said = capfd.readouterr().err.splitlines()
+    assert [line.split(": ")[0] for line in said] == [f"out of memory with {size} prompts at a time"
+                                                      for size in (12, 6)]
+    assert run(engine, prompts, params) == expected
+    assert capfd.readouterr().err == "", "what was learnt is kept"
+
+
+def test_no_memory_for_one_prompt_ends_the_command(llama, monkeypatch):
+    fail_above(0, monkeypatch)
+    params = SamplingParams(max_new_tokens=10, stop_token_ids=())
+    with pytest.raises(ConfigError, match=r"out of memory with a single prompt; lower generation\.max_prompt_tokens"):
+        run(ContinuousEngine(llama, batch_tokens=BIG), random_prompts(3), params)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_write_what_steps_write(kind, tmp_path):
+    target = tiny_target(kind, tmp_path)
+    prompts = random_prompts(20)
+    for params in (SamplingParams(max_new_tokens=40, stop_token_ids=EOS_IDS),
+                   SamplingParams(max_new_tokens=40, stop_token_ids=EOS_IDS, temperature=0.8, top_p=0.9)):
+        expected = run(ContinuousEngine(target, batch_tokens=400), prompts, params)
+        target.model.to("cuda")
+        assert run(ContinuousEngine(target, batch_tokens=400), prompts, params) == expected
+        target.model.to("cpu")
