@@ -37,22 +37,20 @@ from torch import Tensor, nn
 
 from data_gen.shards import load_rows
 from specvocab_model.cli import EXIT_CONFIG_ERROR
-from specvocab_model.config import DTYPES, QUANTIZATIONS, ConfigError, TargetConfig
+from specvocab_model.config import DTYPES, ConfigError, TargetConfig
 from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.draft_states import DraftStates, collect_draft_states, collect_target_states
 from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
-from specvocab_model.speculator import VocabSpeculator, principal_directions
+from specvocab_model.speculator import VocabSpeculator
 from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec
 from specvocab_model.tuning import latency, report
-from specvocab_model.tuning.choices import TILES, Choice, Judge, LowerRanks, SpeculativeChoice, StaticChoice
+from specvocab_model.tuning.choices import Choice, Judge, LowerRanks, StaticChoice, calibrated_ranks
 from specvocab_model.tuning.search import Costs, Outcome, Space, best_of, pareto_front, search
 
 SHAPING = 5  # every fifth document shapes the lower ranks and judges nothing
-PRECISIONS = (None, *QUANTIZATIONS)
 FRACTIONS = (1.0, 0.75, 0.5, 0.25)  # of the trained rank
 TABLE_TOPS = (256, 512, 1024, 2048)
-LATENCY_RULES = ((64, 1), (128, 1), (128, 2), (256, 1), (512, 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -190,7 +188,8 @@ def load(
     if model is None:
         states = collect_target_states(target, documents(judging), options.num_tokens)
         shapers = collect_target_states(target, documents(shaping), num_shaping).hidden[0]
-        return target, None, states, calibrated(target, shapers, options)
+        wanted = options.ranks or [max(1, target.spec.hidden_size // part) for part in (16, 8)]
+        return target, None, states, calibrated_ranks(target.lm_head_weight, shapers, wanted)
     if model.speculator is None:
         raise ConfigError(f"{options.checkpoint} has no vocabulary speculator; add one with scripts/convert.py")
     place_draft(model, target)
@@ -203,14 +202,6 @@ def load(
     if max(wanted) > trained:
         raise ConfigError(f"--ranks {max(wanted)} is above the trained rank {trained}")
     return target, model, states, {rank: lower(rank) for rank in sorted(wanted)}
-
-
-def calibrated(target: Target, hidden: Tensor, options: argparse.Namespace) -> dict[int, tuple[Tensor, Tensor]]:
-    """Speculators as training starts them; a smaller rank's is a part of a larger one's."""
-    wanted = options.ranks or [max(1, target.spec.hidden_size // part) for part in (16, 8)]
-    basis = principal_directions([hidden], max(wanted)).float()
-    vocab_proj = target.lm_head_weight.float() @ basis.T
-    return {rank: (basis[:rank], vocab_proj[:, :rank]) for rank in sorted(wanted)}
 
 
 def token_counts(options: argparse.Namespace, spec: TargetSpec) -> Tensor | None:
@@ -251,7 +242,7 @@ def search_space(
         rest = latency.rest_of_round_seconds(target, model, num_draft_tokens=options.num_draft_tokens,
                                              context=options.context)
         kappa = options.num_draft_tokens * full / rest
-    space = Space(ranks=tuple(judge.ranks), quantizations=PRECISIONS, static_sizes=[size for size in sizes if size])
+    space = Space(ranks=tuple(judge.ranks), static_sizes=[size for size in sizes if size])
     return space, Costs(full=full, kappa=kappa, of_choice=seconds)
 
 
@@ -289,24 +280,9 @@ def print_table(options: argparse.Namespace) -> None:
     """Recall of exact and tile selections at every rank and precision."""
     target, model, states, ranks = load(options)
     judge = Judge(states, target.lm_head_weight, ranks)
-    vocab_size = judge.vocab_size
     print(f"{states.num_valid} positions of {options.data}, {'draft' if model else 'target'} states, {options.dtype}; "
           f"simulated τ of the full head {judge.full_tau:.4f}")
-    print("| rank | selection | candidates | " + " | ".join(f"{name or options.dtype}" for name in PRECISIONS) + " |")
-    print("|---|---|---|" + "---|" * len(PRECISIONS))
-    rules: list[tuple[int | None, int]] = [(None, top) for top in TABLE_TOPS if top < vocab_size]
-    rules += [(tile, keep) for top in TABLE_TOPS for tile in TILES
-              if top / 2 < (keep := round(top * tile / vocab_size)) * -(-vocab_size // tile) < 1.3 * top]
-    for rank in ranks:
-        for tile, keep in dict.fromkeys(rules):
-            cells = []
-            for precision in PRECISIONS:
-                choice = SpeculativeChoice(rank=rank, tile=tile, keep=keep, quantization=precision)
-                found = judge(choice)
-                cells.append(f"{found.target_top1:.4f}" if model is None else
-                             f"{found.target_top1:.4f} {found.draft_top1:.4f} {found.simulated_tau:.4f}")
-            rule = f"exact top {keep}" if tile is None else f"tile {tile} keep {keep}"
-            print(f"| {rank} | {rule} | {choice.selection(vocab_size).num_candidates} | {' | '.join(cells)} |")
+    print(report.recall_table(judge, TABLE_TOPS, options.dtype, of_draft=model is not None))
 
 
 def measure_latencies(options: argparse.Namespace) -> None:
@@ -316,11 +292,7 @@ def measure_latencies(options: argparse.Namespace) -> None:
     measured = []
     for vocab_size, hidden_size in options.shapes:
         ranks = options.ranks or [max(16, hidden_size // part) for part in (16, 8)]
-        choices: list[Choice] = [
-            SpeculativeChoice(rank=rank, tile=tile, keep=keep, quantization=precision)
-            for rank in ranks for tile, keep in LATENCY_RULES for precision in (None, "fp8")
-        ]
-        choices += [StaticChoice(size=vocab_size // part) for part in (16, 8, 4)]
+        choices = latency.grid(vocab_size, ranks)
         shape = latency.measure_shape(vocab_size, hidden_size, choices, batch=options.batch,
                                       dtype=TORCH_DTYPES[options.dtype], device=torch.device(options.device))
         measured.append(shape)

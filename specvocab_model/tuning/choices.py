@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from specvocab_kernels.vocab_head import ExactSelection, HeadWeights, Selection, TileSelection
 from torch import Tensor, nn
 
-from specvocab_model.config import ConfigError
+from specvocab_model.config import QUANTIZATIONS, ConfigError
 from specvocab_model.draft_states import Coverage, DraftStates, candidate_ranks, coverage
-from specvocab_model.speculator import VocabSpeculator, candidate_rule
+from specvocab_model.speculator import VocabSpeculator, candidate_rule, principal_directions
 
+PRECISIONS = (None, *QUANTIZATIONS)
 TILES = (32, 64, 128, 256, 512, 1024)
 
 
@@ -84,6 +85,14 @@ class LowerRanks:
         leading = self.leading[:, :rank]
         return ((leading.T @ self.inverse @ self.down_proj).float(),
                 self.vocab_proj.float() @ (self.root @ leading).float())
+
+
+def calibrated_ranks(lm_head: Tensor, hidden: Tensor, ranks: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Both factors of speculators as training starts them (``head.init=calibration``); a smaller one's rows are the
+    first of a larger one's."""
+    basis = principal_directions([hidden], max(ranks)).float()
+    vocab_proj = lm_head.float() @ basis.T
+    return {rank: (basis[:rank], vocab_proj[:, :rank]) for rank in sorted(ranks)}
 
 
 class Judge:

@@ -22,6 +22,7 @@ from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.target import Target
 from specvocab_model.tuning.choices import Choice, SpeculativeChoice, StaticChoice
 
+RULES = ((64, 1), (128, 1), (128, 2), (256, 1), (512, 1))  # tile, keep
 WARM_UP = 3
 MIN_SECONDS = 0.03  # measured at least, of one thing
 REPEATS = 9  # of which the median counts
@@ -110,6 +111,13 @@ def rest_of_round_seconds(
     for _ in range(WARM_UP):
         one_round()
     return _plain_seconds(one_round)
+
+
+def grid(vocab_size: int, ranks: Sequence[int]) -> list[Choice]:
+    """What ``scripts/tune_head.py --latency-only`` measures: few, because every one is compiled."""
+    speculative = [SpeculativeChoice(rank=rank, tile=tile, keep=keep, quantization=precision)
+                   for rank in ranks for tile, keep in RULES for precision in (None, "fp8")]
+    return [*speculative, *(StaticChoice(size=vocab_size // part) for part in (16, 8, 4))]
 
 
 def measure_shape(

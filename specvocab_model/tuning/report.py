@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from specvocab_model.tuning.choices import PRECISIONS, TILES, Judge, SpeculativeChoice
 from specvocab_model.tuning.search import Outcome
 
 WIDTH, HEIGHT, MARGIN = 760, 460, 70
@@ -18,6 +19,31 @@ def table(outcomes: Sequence[Outcome], best: Outcome | None) -> str:
         lines.append(f"{'* ' if one is best else '  '}{one.choice!s:36}{one.num_candidates:>11}"
                      f"{covered.target_top1:>9.2%}{covered.draft_top1:>10.2%}{covered.simulated_tau:>8.3f}"
                      f"{one.tau_ratio:>8.4f}{one.seconds * 1e6:>9.1f}{one.speed:>8.3f}")
+    return "\n".join(lines)
+
+
+def recall_table(judge: Judge, tops: Sequence[int], dtype: str, *, of_draft: bool) -> str:
+    """Markdown: recall of the exact best ``tops`` and of tiles with about as many candidates, at every precision.
+
+    Cells hold the recall of the target's token; with ``of_draft`` also that of the draft's, and simulated τ.
+    """
+    vocab_size = judge.vocab_size
+    rules: list[tuple[int | None, int]] = [(None, top) for top in tops if top < vocab_size]
+    for top in tops:
+        near = [(tile, round(top * tile / vocab_size)) for tile in TILES]
+        rules += [(tile, keep) for tile, keep in near if top / 2 < keep * -(-vocab_size // tile) < 1.3 * top]
+    lines = ["| rank | selection | candidates | " + " | ".join(name or dtype for name in PRECISIONS) + " |",
+             "|---|---|---|" + "---|" * len(PRECISIONS)]
+    for rank in judge.ranks:
+        for tile, keep in dict.fromkeys(rules):
+            cells = []
+            for precision in PRECISIONS:
+                choice = SpeculativeChoice(rank=rank, tile=tile, keep=keep, quantization=precision)
+                found = judge(choice)
+                cells.append(f"{found.target_top1:.4f}"
+                             + (f" {found.draft_top1:.4f} {found.simulated_tau:.4f}" if of_draft else ""))
+            rule = f"exact top {keep}" if tile is None else f"tile {tile} keep {keep}"
+            lines.append(f"| {rank} | {rule} | {choice.selection(vocab_size).num_candidates} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

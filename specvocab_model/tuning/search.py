@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specvocab_model.draft_states import Coverage
-from specvocab_model.tuning.choices import TILES, Choice, Judge, SpeculativeChoice, StaticChoice
+from specvocab_model.tuning.choices import PRECISIONS, TILES, Choice, Judge, SpeculativeChoice, StaticChoice
 
 if TYPE_CHECKING:
     import optuna
@@ -53,7 +53,7 @@ class Space:
     """The choices that are searched: any combination, or those of a list alone."""
 
     ranks: Sequence[int] = ()
-    quantizations: Sequence[str | None] = (None, "fp8", "int8")
+    quantizations: Sequence[str | None] = PRECISIONS
     static_sizes: Sequence[int] = ()
     listed: Sequence[Choice] = ()
 
