@@ -3,9 +3,12 @@
     accelerate launch data_gen/main.py +experiment=qwen3_8b
     python data_gen/main.py +experiment=quickstart
     accelerate launch data_gen/main.py +experiment=qwen3_8b action=features data.features_path=FOLDER
+    python data_gen/main.py +experiment=quickstart action=inspect 'inspect=[0,seed-17]'
+    python data_gen/main.py +experiment=quickstart action=verify
+    python data_gen/main.py +experiment=quickstart action=stats
 
 Writes ``data.train_path`` and ``data.validation_path``. The same command, killed anywhere and started again, goes on
-where it was, on any number of processes.
+where it was, on any number of processes. The other actions look at what was written.
 """
 
 from __future__ import annotations
@@ -24,16 +27,23 @@ from data_gen.features import make_features
 from data_gen.magpie import invent_prompts
 from data_gen.prompt_store import PromptStore
 from data_gen.prompts import load_prompts
+from data_gen.show import inspect_rows
 from data_gen.sources import check_sources
 from data_gen.stage import RowWriter, Stage, StageRunner
+from data_gen.token_stats import print_stats
+from data_gen.verify import verify
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError
+from specvocab_model.target import load_spec_and_tokenizer
 
 SLOWEST_RANK = timedelta(days=30)  # ranks that are done wait for it
 
 
 @hydra_main
 def main(config: Config) -> None:
+    if config.action in ("inspect", "verify", "stats"):
+        look(config)
+        return
     # Without cpu=True, accelerate finds no backend where there is no GPU, and each rank would do all the work alone.
     state = PartialState(cpu=config.distributed.cpu or not torch.cuda.is_available(), timeout=SLOWEST_RANK)
     if config.action == "features":
@@ -41,6 +51,21 @@ def main(config: Config) -> None:
     else:
         generate(StageRunner(config, state))
     state.destroy_process_group()
+
+
+def look(config: Config) -> None:
+    """Show or check what is there.
+
+    Raises:
+        ConfigError: it is not there, or something is wrong with it.
+    """
+    spec, tokenizer = load_spec_and_tokenizer(config.target)
+    if config.action == "inspect":
+        inspect_rows(config, tokenizer)
+    elif config.action == "verify":
+        verify(config, spec, tokenizer)
+    else:
+        print_stats(config, tokenizer)
 
 
 def generate(runner: StageRunner) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 
 import pytest
 import yaml
 
 from specvocab_model.config import ConfigError
-from tests.train.runs import NUM_TRAIN_ROWS, final_weights, logged, overrides
+from tests.tiny import CHAT_TEMPLATE
+from tests.train.runs import NUM_TRAIN_ROWS, config_of, final_weights, logged, overrides
 from train import build
 from train import main as command
 
@@ -31,7 +33,7 @@ def nothing_is_loaded(monkeypatch):
 def test_all_data_that_are_missing_are_named_at_once_before_the_target_is_looked_for(
     root, monkeypatch, capsys, nothing_is_loaded
 ):
-    monkeypatch.setattr(command, "load_spec", lambda *args: pytest.fail("the target may be downloaded now"))
+    monkeypatch.setattr(command, "load_spec_and_tokenizer", lambda *args: pytest.fail("it may be downloaded now"))
     arguments = overrides(root, "missing", "target.model=nobody/no-such-model", f"data.train_path={root}/absent train",
                           f"data.validation_path={root}/absent")
     assert run_command(monkeypatch, arguments) == 2
@@ -63,6 +65,38 @@ def test_a_draft_that_does_not_fit_the_target_is_refused(
 ):
     assert run_command(monkeypatch, overrides(root, "misfit", change)) == 2
     assert message in capsys.readouterr().err
+
+
+THINKING = CHAT_TEMPLATE + (
+    "{% if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("made_with", "trained_with", "agree"), [
+    ({"enable_thinking": False}, {}, False),
+    ({"enable_thinking": False}, {"enable_thinking": True}, False),
+    ({"enable_thinking": False}, {"enable_thinking": False}, True),
+    ({"enable_thinking": True}, {}, True),  # the template's default: the ids decide, not the words
+    (None, {}, True),
+])
+def test_data_that_the_template_rendered_otherwise_are_refused(root, tmp_path, made_with, trained_with, agree):
+    target = tmp_path / "target"
+    shutil.copytree(root / "target", target)
+    (target / "chat_template.jinja").write_text(THINKING)
+    for name in ("train", "validation"):
+        shutil.copytree(root / name, tmp_path / name)
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        manifest["settings"] |= {} if made_with is None else {"chat_template_kwargs": made_with}
+        (tmp_path / name / "manifest.json").write_text(json.dumps(manifest))
+    config = config_of(overrides(tmp_path, "thinking"))
+    config.target.chat_template_kwargs = trained_with
+    if agree:
+        command.check_inputs(config)
+        return
+    with pytest.raises(ConfigError, match=r"was made with chat_template_kwargs={'enable_thinking': False}, which "
+                                          r"gives other ids than target.chat_template_kwargs={.*}: the draft would"):
+        command.check_inputs(config)
 
 
 def test_data_of_another_target_are_refused(root, tmp_path, monkeypatch, capsys, nothing_is_loaded):
