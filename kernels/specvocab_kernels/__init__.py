@@ -4,5 +4,6 @@ Importing this package needs neither Triton nor a GPU: an operation imports its 
 """
 
 from specvocab_kernels.gather_dot import gather_dot
+from specvocab_kernels.select_candidates import select_candidates
 
-__all__ = ["gather_dot"]
+__all__ = ["gather_dot", "select_candidates"]
