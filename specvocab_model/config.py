@@ -355,9 +355,15 @@ class TrackingConfig:
     entity: str | None = None
     group: str | None = None
     tags: list[str] = field(default_factory=list)
+    offline: bool = False  # W&B without its server; `wandb sync` uploads the run later
+    log_artifact: bool = False  # give W&B the final weights as an artifact
+    num_samples: int = 3  # validation documents whose drafted text is shown at every validation
 
     def __post_init__(self) -> None:
         _one_of("tracking.backend", self.backend, ("none", "wandb", "tensorboard"))
+        _at_least("tracking.num_samples", self.num_samples, 0)
+        if self.log_artifact and self.backend != "wandb":
+            raise ConfigError(f"tracking.log_artifact=true needs tracking=wandb, but tracking.backend={self.backend}")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from specvocab_kernels import gather_dot
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -23,6 +25,7 @@ from specvocab_model.speculator import VocabSpeculator, build_selection
 from specvocab_model.target import TargetSpec, default_feature_layers
 from specvocab_model.unroll import UnrollPlan, plan_unroll, unroll, unrolled_positions
 
+DRAFT_ROWS = 256  # positions whose logits over the vocabulary are held at one time
 FC_NOISE = 0.3  # share of torch's default initialisation that is left in fc beside the identity
 
 
@@ -206,6 +209,7 @@ class TrainOutput(NamedTuple):
 
     loss: Tensor  # scalar; a sum over positions that already carries the weights of ``step_weights``
     sums: AcceptanceSums | None
+    drafts: Tensor | None  # int64 [S, N]: what greedy decoding would draft for the rows of ``JudgedRows``
 
 
 class SpecVocabDraft(nn.Module):
@@ -247,6 +251,7 @@ class SpecVocabDraft(nn.Module):
         step_weights: Tensor,
         objective: Objective,
         collect: bool = False,
+        collect_drafts: bool = False,
         plan: UnrollPlan | None = None,
     ) -> TrainOutput:
         """Unroll the draft over packed rows and distil the target's full distribution into it.
@@ -257,6 +262,7 @@ class SpecVocabDraft(nn.Module):
             position_ids, document_ids, loss_mask: [B, T], see ``unroll.judged_rows``.
             step_weights: [S] fp32, weight of one valid position of each step (``losses.step_weights``).
             collect: also measure what ``acceptance.AcceptanceSums`` holds.
+            collect_drafts: also return the drafted tokens.
             plan: ``unroll.plan_unroll`` of the masks, made on the CPU to spare a GPU the wait; made here if not given.
         """
         num_steps = len(step_weights)
@@ -264,8 +270,9 @@ class SpecVocabDraft(nn.Module):
             plan = plan_unroll(loss_mask, document_ids, num_steps)
         steps = unroll(self.draft, features, token_embeds, position_ids, plan.unrolled, num_steps)
         judged = torch.stack([hidden.index_select(0, at) for hidden, at in zip(steps, plan.student_at, strict=True)])
+        student_hidden = self.draft.norm(judged)
         distilled = distillation_loss(
-            self.draft.norm(judged),
+            student_hidden,
             final_hidden.flatten(0, 1),
             lm_head_weight,
             self.speculator,
@@ -274,4 +281,22 @@ class SpecVocabDraft(nn.Module):
             objective=objective,
             collect=collect,
         )
-        return TrainOutput(*distilled)
+        drafts = self.greedy_drafts(student_hidden.detach(), lm_head_weight) if collect_drafts else None
+        return TrainOutput(*distilled, drafts)
+
+    @torch.no_grad()
+    def greedy_drafts(self, student_hidden: Tensor, lm_head_weight: Tensor) -> Tensor:
+        """The best of the candidates (of the whole vocabulary without a speculator) for ``student_hidden`` [.., d].
+
+        A target's scale and soft-cap are monotone, so they do not change which one that is.
+        """
+        drafts = []
+        for hidden in student_hidden.flatten(0, -2).split(DRAFT_ROWS):
+            exact = hidden.to(lm_head_weight.dtype)
+            if self.speculator is None:
+                drafts.append(linear(exact, lm_head_weight).argmax(-1))
+            else:
+                ids = self.speculator.candidates(hidden)
+                best = gather_dot(exact, lm_head_weight, ids).argmax(-1, keepdim=True)
+                drafts.append(ids.gather(-1, best)[:, 0])
+        return torch.cat(drafts).view(student_hidden.shape[:-1])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast, set_seed
@@ -77,7 +78,9 @@ class Run:
         """Which positions of ``batch``, still on the CPU, are unrolled and judged."""
         return plan_unroll(batch.loss_mask, batch.document_ids, self.num_unroll_steps)
 
-    def forward(self, batch: Batch, plan: UnrollPlan, step_weights: Tensor, *, collect: bool) -> TrainOutput:
+    def forward(
+        self, batch: Batch, plan: UnrollPlan, step_weights: Tensor, *, collect: bool, collect_drafts: bool = False
+    ) -> TrainOutput:
         """Target, then draft, on one micro-batch; ``step_weights`` [S] on the device."""
         on_cpu, batch = batch, batch.to(self.accelerator.device)
         output = self.target_outputs.of(on_cpu, batch)
@@ -93,6 +96,7 @@ class Run:
             step_weights=step_weights,
             objective=self.objective,
             collect=collect,
+            collect_drafts=collect_drafts,
             plan=plan.to(self.accelerator.device),
         )
 
@@ -133,7 +137,7 @@ def build_run(config: Config) -> Run:
     validation_loader, _ = build_loader(config, accelerator, *validation_data, training=False)
     total_steps = config.trainer.max_steps or config.trainer.num_epochs * sampler.steps_per_epoch
     sampler.first_step, sampler.num_steps = state.step, total_steps
-    tracker = build_tracker(config, accelerator, state)
+    tracker = build_tracker(config, accelerator, state, target, data_sha256)
     return Run(
         config=config,
         accelerator=accelerator,
@@ -270,7 +274,9 @@ def build_loader(
     return step_loader(dataset, sampler, num_workers=config.data.num_workers, pin_memory=pin_memory), sampler
 
 
-def build_tracker(config: Config, accelerator: Accelerator, state: TrainState) -> Tracker:
+def build_tracker(
+    config: Config, accelerator: Accelerator, state: TrainState, target: Target, data_sha256: str
+) -> Tracker:
     """Start (or continue) tracking and save the resolved configuration, on rank 0."""
     output_dir, settings = Path(config.output_dir), asdict(config)
     if accelerator.is_main_process:
@@ -283,6 +289,15 @@ def build_tracker(config: Config, accelerator: Accelerator, state: TrainState) -
         run_id=state.tracker_run_id,
         first_step=state.step + 1,
         settings=settings,
+        provenance={
+            "git_commit": git_commit(),
+            "target_fingerprint": target.spec.fingerprint,
+            "data_manifest_sha256": data_sha256,
+            "num_ranks": accelerator.num_processes,
+            "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu",
+            "torch": str(torch.__version__),  # yaml writes no subclass of str
+            "transformers": transformers.__version__,
+        },
         is_main=accelerator.is_main_process,
     )
     state.tracker_run_id = tracker.run_id

@@ -77,8 +77,9 @@ def train(run: Run) -> None:
 
         # Validate.
         if is_last or state.step % config.trainer.validate_every == 0:
-            validation = validate(run)
+            validation, samples = validate(run)
             run.tracker.log({f"validation/{name}": value for name, value in validation.items()}, state.step)
+            run.tracker.log_samples(samples, state.step)
             report(run, validation_line(run, validation))
             meter.restart_clock()
 
@@ -89,8 +90,10 @@ def train(run: Run) -> None:
     progress.close()
 
     # Stop.
-    validation = validation or validate(run)
+    validation = validation or validate(run)[0]
     save_final(run.checkpoints.final, run.accelerator, run.model, run.record(validation))
+    if config.tracking.log_artifact:
+        run.tracker.log_artifact(run.checkpoints.final)
     run.tracker.finish()
 
 

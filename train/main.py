@@ -36,6 +36,7 @@ def main(config: Config) -> None:
         try:
             train(run)
         except NonFiniteError as error:
+            run.tracker.finish(exit_code=1)
             sys.exit(f"error: {error}")
         run.accelerator.end_training()
 

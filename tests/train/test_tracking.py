@@ -4,21 +4,64 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
+import struct
+import time
+from collections.abc import Iterator
 
 import pytest
+import wandb
+from wandb.proto import wandb_internal_pb2
 
-from specvocab_model.config import TrackingConfig
+from specvocab_model.config import ConfigError, TrackingConfig
 from train import tracking
-from train.tracking import Tracker
+from train.samples import Sample
+from train.tracking import Tracker, samples_html
+
+SAMPLE = Sample("row-1", [("prompt", "1 < 2"), ("rejected", "no"), ("accepted", "yes & no")], 1, 3)
 
 
-def tracker(folder, backend: str = "none", *, first_step: int = 1, run_id: str | None = None, is_main=True) -> Tracker:
-    return Tracker(TrackingConfig(backend=backend), name="run", output_dir=folder, run_id=run_id,
-                   first_step=first_step, settings={"seed": 0}, is_main=is_main)
+def tracker(
+    folder, backend: str = "none", *, first_step: int = 1, run_id: str | None = None, is_main=True, **config
+) -> Tracker:
+    return Tracker(TrackingConfig(backend=backend, **config), name="run", output_dir=folder, run_id=run_id,
+                   first_step=first_step, settings={"seed": 0}, provenance={"git_commit": "abc"}, is_main=is_main)
 
 
 def lines(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def logged_records(content: bytes) -> Iterator[bytes]:
+    """Records of a LevelDB log as W&B writes it: blocks of 32 KiB; crc, length and type before each fragment."""
+    at, record = 7, b""  # after W&B's own header
+    while at < len(content):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        record += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last fragment
+            yield record
+            record = b""
+
+
+def offline_history(folder) -> dict[int, dict]:
+    """The last value of everything that is in the newest offline W&B run, by step."""
+    wandb.teardown()  # as at the end of the process: W&B's own writes the last of its buffer
+    newest = max((folder / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_mtime_ns)
+    (file,) = newest.glob("*.wandb")
+    history: dict[int, dict] = {}
+    for data in logged_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        for item in record.history.item:
+            key = item.key or "/".join(item.nested_key)
+            history.setdefault(record.history.step.num, {})[key] = json.loads(item.value_json)
+    return {step: {key: value for key, value in row.items() if not key.startswith("_")}
+            for step, row in history.items()}
 
 
 def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path):
@@ -31,6 +74,24 @@ def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path):
     second.log({"loss": 30.0}, 3)
     second.finish()
     assert lines(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": 30.0}]
+
+
+def test_samples_and_provenance_are_files_too(tmp_path):
+    for first_step in (1, 3):
+        run = tracker(tmp_path, first_step=first_step)
+        for step in range(first_step, 5):
+            run.log_samples([SAMPLE] if step != 2 else [], step)
+        run.finish()
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [1, 3, 4]
+    assert samples[0]["pieces"][2] == ["accepted", "yes & no"] and samples[0]["tokens_per_round"] == 3.0
+    assert json.loads((tmp_path / "run.json").read_text()) == {"git_commit": "abc"}
+
+
+def test_samples_in_a_browser_are_marked_and_escaped():
+    page = samples_html([SAMPLE])
+    assert "1 &lt; 2" in page and ">yes &amp; no</span>" in page and page.count("<span") == 2
+    assert "line-through" in page[: page.index(">no<")] and "3.00 tokens a round" in page
 
 
 def test_lines_are_on_the_disk_at_once(tmp_path):
@@ -49,25 +110,68 @@ def test_tensorboard_reads_back(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = tracker(tmp_path, "tensorboard")
     run.log({"train/loss": 2.5}, 7)
+    run.log_samples([SAMPLE], 7)
     run.finish()
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(7, 2.5)]
+    (text,) = (event.tensor_proto.string_val[0].decode() for event in events.Tensors("drafted text/text_summary"))
+    assert text == samples_html([SAMPLE])
+    (settings,) = (event.tensor_proto.string_val[0].decode() for event in events.Tensors("settings/text_summary"))
+    assert "seed: 0" in settings and "git_commit: abc" in settings
 
 
-@pytest.mark.parametrize("key", [None, "0" * 40])
-def test_wandb_without_key_or_network_goes_on_offline(tmp_path, monkeypatch, caplog, key):
-    for name, value in {"WANDB_API_KEY": key, "WANDB_MODE": None}.items():
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
+def test_an_offline_wandb_run_that_is_resumed_has_all_steps(tmp_path, monkeypatch):
+    """A killed process loses what it had queued, an offline run starts a new folder: metrics.jsonl fills the gap."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    first = tracker(tmp_path, "wandb", offline=True)
+    for step in (1, 2, 3):
+        first.log({"train/loss": float(step)}, step)
+    first.log_samples([SAMPLE], 3)
+    run_id = first.run_id
+    first.finish()
+    time.sleep(1.1)  # the folder's name has seconds in it
+    second = tracker(tmp_path, "wandb", offline=True, run_id=run_id, first_step=3)
+    second.log({"train/loss": 30.0}, 3)
+    second.log({"validation/loss": 5.0}, 3)
+    second.log({"train/loss": 4.0}, 4)
+    assert second.run_id == run_id
+    second.finish(exit_code=1)
+    assert offline_history(tmp_path) == {
+        1: {"train/loss": 1.0}, 2: {"train/loss": 2.0}, 3: {"train/loss": 30.0, "validation/loss": 5.0},
+        4: {"train/loss": 4.0},
+    }
+    assert list((tmp_path / "wandb").glob("offline-run-*/files/media/html/*.html"))
+
+
+@pytest.fixture(params=["no key", "nobody listens", "nobody answers"])
+def unreachable(request, tmp_path, monkeypatch):
+    """A W&B server that cannot be had; the case's name."""
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    if request.param != "no key":
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
     monkeypatch.setattr(tracking, "WANDB_INIT_TIMEOUT_S", 3.0)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if request.param == "nobody answers":
+            server.listen()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        yield request.param
+
+
+def test_wandb_without_key_or_server_goes_on_offline(tmp_path, caplog, unreachable):
     with caplog.at_level(logging.WARNING):
         run = tracker(tmp_path, "wandb", run_id="given-id")
     run.log({"train/loss": 2.5}, 1)
-    run.finish()
     assert run.run_id == "given-id"
-    assert "offline" in caplog.text and ("no W&B key" if key is None else "cannot be reached") in caplog.text
-    assert list((tmp_path / "wandb").glob("offline-run-*-given-id"))
+    run.finish()
+    assert "offline" in caplog.text
+    assert ("no W&B key" if unreachable == "no key" else "cannot be reached") in caplog.text
+    assert offline_history(tmp_path) == {1: {"train/loss": 2.5}}
+
+
+def test_artifacts_need_wandb():
+    with pytest.raises(ConfigError, match=r"log_artifact=true needs tracking=wandb, but tracking.backend=tensorboard"):
+        TrackingConfig(backend="tensorboard", log_artifact=True)
