@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from specvocab_kernels import gather_dot
+from specvocab_kernels.vocab_head import vocab_head
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import LlamaConfig
@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specvocab_model.acceptance import AcceptanceSums
 from specvocab_model.attention import DraftCache, Memory
 from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
+from specvocab_model.heads.base import HeadOutput
 from specvocab_model.layers import MLP, RMSNorm, rotate
 from specvocab_model.losses import Objective, distillation_loss
 from specvocab_model.speculator import VocabSpeculator, build_selection
@@ -290,13 +291,13 @@ class SpecVocabDraft(nn.Module):
 
         A target's scale and soft-cap are monotone, so they do not change which one that is.
         """
-        drafts = []
-        for hidden in student_hidden.flatten(0, -2).split(DRAFT_ROWS):
-            exact = hidden.to(lm_head_weight.dtype)
-            if self.speculator is None:
-                drafts.append(linear(exact, lm_head_weight).argmax(-1))
-            else:
-                ids = self.speculator.candidates(hidden)
-                best = gather_dot(exact, lm_head_weight, ids).argmax(-1, keepdim=True)
-                drafts.append(ids.gather(-1, best)[:, 0])
+        weights = None if self.speculator is None else self.speculator.head_weights(lm_head_weight)
+        drafts = [torch.empty(0, dtype=torch.int64, device=student_hidden.device)]
+        with torch.autocast(student_hidden.device.type, enabled=False):
+            for hidden in student_hidden.to(lm_head_weight.dtype).flatten(0, -2).split(DRAFT_ROWS):
+                if weights is None:
+                    drafts.append(linear(hidden, lm_head_weight).argmax(-1))
+                else:
+                    ids, logits = vocab_head(hidden, weights)
+                    drafts.append(HeadOutput(ids, logits).greedy_tokens())
         return torch.cat(drafts).view(student_hidden.shape[:-1])
