@@ -87,7 +87,7 @@ class _Check:
                 yield f"{self.folder}: row {row.id!r}: num_loss_tokens is {num_loss_tokens}, not {row.num_loss_tokens}"
             if unknown := [token for token in row.input_ids if token >= self.num_tokens]:
                 yield f"{self.folder}: row {row.id!r}: id {unknown[0]} is no token of the tokenizer"
-            content = hashlib.sha256(np.array([*row.input_ids, *row.loss_mask], dtype=np.int32)).digest()
+            content = hashlib.sha256(np.array([*row.input_ids, *row.loss_mask], dtype=np.int32).tobytes()).digest()
             if content in self.sequences:
                 yield f"{self.folder}: row {row.id!r} repeats row {self.sequences[content]!r}"
             self.sequences.setdefault(content, row.id)
