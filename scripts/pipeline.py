@@ -98,6 +98,7 @@ def plan(config: Config) -> list[Stage]:
     nodes = asdict(config)
     output = Path(config.output_dir)
     prompts = [_file_hash("generation.prompt_files", name) for name in config.generation.prompt_files]
+    prompts += [_source_hash(source.path) for source in config.generation.sources]
     return [
         Stage(
             name="generate",
@@ -290,6 +291,15 @@ def _file_hash(key: str, name: str) -> str:
     if not path.is_file():
         raise ConfigError(f"{key}: there is no file {name!r} (relative to {Path.cwd()})")
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _source_hash(name: str) -> str:
+    """Of what is here: a file's content, or what a folder's files are called and when they were written."""
+    path = Path(name)
+    if path.is_file():
+        return _file_hash("generation.sources", name)
+    files = sorted(path.rglob("*")) if path.is_dir() else []
+    return _hash([[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files])
 
 
 def _hash(settings: list[Any]) -> str:

@@ -222,24 +222,8 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         _one_of("generation.engine", self.engine, ENGINES)
         self._check_servers()
-        _one_of("generation.responses", self.responses, ("regenerate", "keep"))
-        for name in ("max_rejected_share", "max_repetition", "near_duplicate_threshold", "thinking_share"):
-            if getattr(self, name) is not None:
-                _fraction(f"generation.{name}", getattr(self, name))
-        for name in ("samples_per_prompt", "min_response_tokens"):
-            _at_least(f"generation.{name}", getattr(self, name), 1)
-        if self.samples_per_prompt > 1 and (self.temperature == 0 or self.responses == "keep"):
-            raise ConfigError(f"generation.samples_per_prompt={self.samples_per_prompt} would give the same answer so "
-                              "many times; set a temperature and responses=regenerate, or samples_per_prompt=1")
-        if self.responses == "keep" and self.magpie_prompts:
-            raise ConfigError(f"generation.magpie_prompts={self.magpie_prompts} have no answers that "
-                              "generation.responses=keep could keep; set it to 0")
-        if len({source.weight is None for source in self.sources}) > 1 or (
-                self.prompt_files and any(source.weight for source in self.sources)):
-            raise ConfigError("generation.sources: give a weight to every source, or to none; name files that are to "
-                              "be mixed under sources, not under prompt_files")
-        if self.near_duplicate_threshold == 0:
-            raise ConfigError("generation.near_duplicate_threshold=0 calls all prompts alike; set about 0.8, or null")
+        self._check_prompts()
+        self._check_answers()
         _fraction("generation.validation_fraction", self.validation_fraction)
         _fraction("generation.top_p", self.top_p)
         for name in ("magpie_prompts", "temperature", "top_k", "magpie_temperature"):
@@ -254,6 +238,28 @@ class GenerationConfig:
         if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
             raise ConfigError(f"generation.temperature=0 is greedy and cannot be combined with "
                               f"top_p={self.top_p}, top_k={self.top_k}; set a temperature or drop them")
+
+    def _check_prompts(self) -> None:
+        if len({source.weight is None for source in self.sources}) > 1 or (
+                self.prompt_files and any(source.weight for source in self.sources)):
+            raise ConfigError("generation.sources: give a weight to every source, or to none; name files that are to "
+                              "be mixed under sources, not under prompt_files")
+        if self.near_duplicate_threshold == 0:
+            raise ConfigError("generation.near_duplicate_threshold=0 calls all prompts alike; set about 0.8, or null")
+
+    def _check_answers(self) -> None:
+        _one_of("generation.responses", self.responses, ("regenerate", "keep"))
+        for name in ("max_rejected_share", "max_repetition", "near_duplicate_threshold", "thinking_share"):
+            if getattr(self, name) is not None:
+                _fraction(f"generation.{name}", getattr(self, name))
+        for name in ("samples_per_prompt", "min_response_tokens"):
+            _at_least(f"generation.{name}", getattr(self, name), 1)
+        if self.samples_per_prompt > 1 and (self.temperature == 0 or self.responses == "keep"):
+            raise ConfigError(f"generation.samples_per_prompt={self.samples_per_prompt} would give the same answer so "
+                              "many times; set a temperature and responses=regenerate, or samples_per_prompt=1")
+        if self.responses == "keep" and self.magpie_prompts:
+            raise ConfigError(f"generation.magpie_prompts={self.magpie_prompts} have no answers that "
+                              "generation.responses=keep could keep; set it to 0")
 
     def _check_servers(self) -> None:
         if (self.engine == "openai") != bool(self.base_urls):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,18 @@ def test_edited_prompts_are_other_settings(monkeypatch, tmp_path):
         seen.append(plan(quickstart(f"generation.prompt_files=[{prompts}]", f"eval.prompts={prompts}")))
     different = [old.name for old, new in zip(*seen, strict=True) if old.settings != new.settings]
     assert different == ["generate", "evaluate"]
+
+
+def test_changed_sources_are_other_settings(monkeypatch, tmp_path):
+    monkeypatch.chdir(REPOSITORY)
+    (tmp_path / "set").mkdir()
+    seen = []
+    for text in ("one", "two!"):
+        for name in ("set/train.jsonl", "file.jsonl"):
+            (tmp_path / name).write_text(text)
+            sources = f"generation.sources=[{{path: {tmp_path}/set}}, {{path: {tmp_path}/file.jsonl}}, {{path: a/hub}}]"
+            seen.append(plan(quickstart(sources))[0].settings)
+    assert [later != earlier for earlier, later in pairwise(seen)] == [True, True, True]
 
 
 def test_missing_prompt_file_is_named(monkeypatch):
