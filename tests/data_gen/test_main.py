@@ -1,10 +1,12 @@
 """The command as a whole: what its rows are, that a kill costs nothing, and that ranks do not matter."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -15,9 +17,9 @@ from accelerate import PartialState
 import data_gen.stage
 from data_gen.chat import encode_prompt, user_turn
 from data_gen.collect import TRAIN_FILE, VALIDATION_FILE
-from data_gen.engines import SamplingParams, TransformersEngine
+from data_gen.engines import Rejected, SamplingParams, TransformersEngine
 from data_gen.magpie import invented_prompts
-from data_gen.main import choose_prompts
+from data_gen.main import choose_prompts, look
 from data_gen.prompt_store import PromptStore
 from data_gen.prompts import load_prompts
 from data_gen.shards import load_rows, read_manifest
@@ -246,3 +248,114 @@ def test_two_ranks_give_the_rows_of_one(root, whole):
     lines = result.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == ["magpie", "prompts", "train", "validation"], "only rank 0 speaks"
     assert "tokens/s" in lines[-1]
+
+
+# ---- conversations ----
+
+
+def talk(root: Path, name: str, *changes: str) -> list[str]:
+    """Overrides of a run over conversations of three questions each, long enough for some answers to be whole."""
+    records = [{"id": f"talk {number}", "messages": [
+        {"role": role, "content": f"{words} {number}"} for role, words in (
+            ("user", "Count to"), ("assistant", "old"), ("user", "And to"), ("assistant", "older"), ("user", "And"))]}
+        for number in range(16)]
+    (root / "talk.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return overrides(root, name, f"generation.prompt_files=[{root}/talk.jsonl]", "generation.magpie_prompts=0",
+                     "generation.max_new_tokens=64", "generation.max_prompt_tokens=400", "generation.batch_tokens=9000",
+                     *changes)
+
+
+def data_of(run: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(run)): file.read_bytes() for name in FOLDERS[1:] for file in (run / name).iterdir()
+            if not file.name.endswith(".tmp")}
+
+
+def test_conversations_that_are_killed_end_in_the_rows_of_an_unbroken_run(root):
+    run_here(talk(root, "talk"))
+    rows = [row for name in FOLDERS[1:] for row in rows_of(root / "talk" / name)]
+    answered = Counter(sum(message["role"] == "assistant" for message in row["messages"]) for row in rows)
+    assert answered[2] + answered[3] > 0, "some conversations go on"
+    assert not any("old" in message["content"] for row in rows for message in row["messages"])
+    for row in rows:  # the ids of every answer, or of the row's own where the bytes are no text, are the engine's
+        assert row["loss_mask"][-1] == 1 and 0 < row["num_loss_tokens"] == sum(row["loss_mask"])
+    manifests = [read_manifest(root / "talk" / name) for name in FOLDERS[1:]]
+    ended_early = {row["id"].split("#")[0] for row in rows if row["finish_reason"] == "length"}
+    assert sum(manifest.skipped.get("answer cut", 0) for manifest in manifests) <= len(ended_early)
+    arguments = [sys.executable, str(MAIN), *talk(root, "talk-killed")]
+    killed_when(root / "talk-killed" / "data" / "shard-00000.parquet", arguments)
+    run_here(talk(root, "talk-killed"))
+    assert data_of(root / "talk-killed") == data_of(root / "talk")
+    deleted = root / "talk-killed" / "data" / "shard-00001.parquet"
+    deleted.unlink()
+    run_here(talk(root, "talk-killed"))  # not "finished before": what is missing is made again
+    assert data_of(root / "talk-killed") == data_of(root / "talk")
+
+
+def test_answers_are_kept_without_loading_the_target(root, monkeypatch):
+    monkeypatch.setattr(data_gen.stage, "build_engine", None)
+    run_here(talk(root, "kept", "generation.responses=keep", "generation.temperature=0"))
+    rows = [row for name in FOLDERS[1:] for row in rows_of(root / "kept" / name)]
+    tokenizer = tiny_tokenizer()
+    assert len(rows) == 16
+    for row in rows:
+        number = row["id"].split()[1]
+        text = tokenizer.decode([token for token, mark in zip(row["input_ids"], row["loss_mask"], strict=True) if mark])
+        assert text == f"old {number}<|im_end|>older {number}<|im_end|>" and row["finish_reason"] == "stop"
+    with pytest.raises(ConfigError, match=r"answers.responses was 'keep' and is now 'regenerate'"):
+        run_here(talk(root, "kept", "generation.temperature=0"))
+
+
+class Refusing:
+    """An engine that gives up prompts of certain lengths."""
+
+    def __init__(self, engine, refused) -> None:
+        self.engine = engine
+        self.refused = refused
+
+    def generate(self, prompts, params, *, seed):
+        for index, completion in self.engine.generate(prompts, params, seed=seed):
+            refuse = self.refused(prompts[index])
+            yield index, Rejected("server refused the prompt", "400") if refuse else completion
+
+
+def test_prompts_that_the_engine_gives_up_are_listed_and_too_many_stop_the_run(root, whole, monkeypatch):
+    build = data_gen.stage.build_engine
+    refused = encode_prompt(tiny_tokenizer(), [{"role": "user", "content": "Count to 10."}])
+    monkeypatch.setattr(data_gen.stage, "build_engine", lambda *args: Refusing(build(*args), lambda ids: True))
+    with pytest.raises(ConfigError, match=r"the engine gave up 4 of 4 prompts, more than .*share=0\.05; the last: "
+                                          r"server refused the prompt \(400\)"):
+        run_here(overrides(root, "given-up"))
+    assert not list((root / "given-up").rglob("*.parquet")), "a later start may have better luck"
+    monkeypatch.setattr(data_gen.stage, "build_engine",
+                        lambda *args: Refusing(build(*args), lambda ids: ids == refused))
+    run_here(overrides(root, "given-up", "generation.max_rejected_share=0.3"))
+    folder = next(folder for folder in FOLDERS[1:] if read_manifest(root / "given-up" / folder).skipped.get(
+        "server refused the prompt"))
+    listed = [json.loads(line) for line in (root / "given-up" / folder / "rejected.jsonl").read_text().splitlines()]
+    assert [(each["id"], each["detail"]) for each in listed if not each["by_choice"]] == [("p-10", "400")]
+    rows = {row["id"]: row for name in FOLDERS[1:] for row in rows_of(root / "given-up" / name)}
+    others = {row["id"]: row for name in FOLDERS[1:] for row in rows_of(root / "whole" / name)}
+    assert rows == {row_id: row for row_id, row in others.items() if row_id != "p-10"}
+
+
+def test_prompts_that_the_template_refuses_stop_the_run_when_they_are_many(root):
+    strict = root / "strict"
+    shutil.copytree(root / "target", strict)
+    (strict / "chat_template.jinja").write_text(
+        "{% if '1' in messages[0]['content'] %}{{ raise_exception('no ones') }}{% endif %}" + CHAT_TEMPLATE)
+    arguments = overrides(root, "refused-prompts", f"target.model={strict}", "generation.magpie_prompts=0")
+    with pytest.raises(ConfigError, match=r"\d of \d+ prompts were rejected, more than generation.max_rejected_share="
+                                          r"0.05; the last is 'p-1\d?': refused by the chat template .*no ones"):
+        run_here(arguments)
+    run_here([*arguments, "generation.max_rejected_share=0.9"])
+    rows = [row["id"] for name in FOLDERS[1:] for row in rows_of(root / "refused-prompts" / name)]
+    assert rows and not any("1" in row_id for row_id in rows)
+
+
+def test_the_command_verifies_and_counts_what_it_made(root, whole, capsys):
+    look(config_of([*overrides(root, "whole"), "action=verify"]))
+    look(config_of([*overrides(root, "whole"), "action=stats"]))
+    out = capsys.readouterr().out
+    assert out.count(" 0 problems") == 2 and "coverage" in out
+    for name in ("token_stats.json", "token_stats.svg"):
+        (root / "whole" / "data" / name).unlink()
