@@ -203,7 +203,11 @@ def candidate_ranks(
 
 def ranks_in_tiles(scores: Tensor, ids: Tensor, num_tiles: int) -> Tensor:
     """How many ids equal to ``ids`` [n, q] modulo ``num_tiles`` have a larger of the ``scores`` [n, V]; [n, q]."""
-    own = scores.gather(1, ids)
     tiled = pad(scores, (0, -scores.shape[1] % num_tiles), value=-torch.inf).unflatten(1, (-1, num_tiles))
-    tiles = tiled.gather(2, (ids % num_tiles)[:, None].expand(-1, tiled.shape[1], -1))  # [n, tile, q]
-    return (tiles > own[:, None]).sum(1)
+    row = torch.arange(len(scores), device=scores.device)
+
+    def rank(wanted: Tensor) -> Tensor:
+        tile = tiled[row, :, wanted % num_tiles]  # [n, tile]
+        return (tile > scores[row, wanted][:, None]).sum(1)
+
+    return torch.stack([rank(wanted) for wanted in ids.unbind(1)], 1)

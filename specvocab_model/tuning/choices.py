@@ -96,7 +96,7 @@ def calibrated_ranks(lm_head: Tensor, hidden: Tensor, ranks: Sequence[int]) -> d
 
 
 class Judge:
-    """Coverage of any choice on states collected once; scores are taken once for each rank and precision.
+    """Coverage of any choice on states collected once; scores are taken once for all tilings.
 
     Args:
         states: that the choices are judged on.
@@ -139,13 +139,13 @@ class Judge:
         num_tiles, keep = candidate_rule(choice.selection(self.vocab_size))
         key = (choice.rank, choice.quantization, num_tiles)
         if key not in self._ranks_of:
-            self._measure(choice.rank, choice.quantization)
+            of_all_tiles = [-(-self.vocab_size // tile) for tile in TILES]
+            self._measure(choice.rank, choice.quantization, of_all_tiles if num_tiles in of_all_tiles else [num_tiles])
         target_ranks, draft_ranks = self._ranks_of[key]
         return coverage(states, target_ranks < keep, draft_ranks < keep)
 
-    def _measure(self, rank: int, quantization: str | None) -> None:
+    def _measure(self, rank: int, quantization: str | None, nums_tiles: list[int]) -> None:
         exact = ExactSelection(self.vocab_size, 1)
         weights = HeadWeights.build(self.lm_head, *self.ranks[rank], exact, quantization)
-        nums_tiles = [1, *(-(-self.vocab_size // tile) for tile in TILES)]
         for num_tiles, ranks in zip(nums_tiles, candidate_ranks(self.states, weights, nums_tiles), strict=True):
             self._ranks_of[rank, quantization, num_tiles] = ranks
