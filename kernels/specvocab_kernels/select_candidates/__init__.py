@@ -1,5 +1,6 @@
 """The candidate ids of a speculated vocabulary: the largest approximate logits of each row."""
 
+import torch
 from torch import Tensor
 
 from specvocab_kernels._impl import choose_impl
@@ -7,18 +8,23 @@ from specvocab_kernels.select_candidates.reference import select_candidates_torc
 
 __all__ = ["select_candidates"]
 
+MAX_TRITON_ROWS = 256  # made for decoding; a training batch of scores is left to torch
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def select_candidates(scores: Tensor, k: int, impl: str = "auto") -> Tensor:
     """Return the ids of the ``k`` largest scores of each row, a set: their order means nothing.
 
-    Ids are unique within a row and in range whatever the scores are. Among equal scores at the boundary torch chooses;
-    the choice is repeatable but may differ between devices. NaN counts as larger than every number, so a NaN is
-    selected and shows in the exact logits instead of passing unseen; −inf is selected only when nothing else is left.
+    Ids are unique within a row and in range whatever the scores are. Among equal scores at the boundary the Triton
+    kernel takes the lowest ids, and torch chooses: repeatably, but perhaps differently on another device. NaN counts
+    as larger than every number, so a NaN is selected and shows in the exact logits instead of passing unseen; −inf is
+    selected only when nothing else is left.
 
     Args:
         scores: ``[B, V]`` floating, approximate logits; ``B = 0`` is allowed.
         k: candidates per row; more than ``V`` means all of them.
-        impl: ``"auto"`` or ``"torch"``; there is no Triton kernel for this operation.
+        impl: ``"auto"``, ``"triton"`` (float32, bfloat16 or float16) or ``"torch"``, see ``choose_impl``; ``"auto"``
+            leaves more than 256 rows to torch.
 
     Returns:
         ``[B, min(k, V)]`` int64.
@@ -30,5 +36,12 @@ def select_candidates(scores: Tensor, k: int, impl: str = "auto") -> Tensor:
         raise ValueError(f"select_candidates: needs floating scores [B, V], got {scores.dtype} {list(scores.shape)}")
     if k < 1:
         raise ValueError(f"select_candidates: k={k} must be at least 1")
-    choose_impl("select_candidates", impl, scores.device, has_kernel=False)
-    return select_candidates_torch(scores, k)
+    if impl == "triton" and scores.dtype not in DTYPES:
+        raise ValueError(f"select_candidates: impl='triton' needs float32, bfloat16 or float16, got {scores.dtype}")
+    if impl == "auto" and (scores.shape[0] > MAX_TRITON_ROWS or scores.dtype not in DTYPES):
+        impl = "torch"
+    if choose_impl("select_candidates", impl, scores.device) == "torch":
+        return select_candidates_torch(scores, k)
+    from specvocab_kernels.select_candidates.kernel import select_candidates_triton
+
+    return select_candidates_triton(scores if scores.stride(1) == 1 else scores.contiguous(), k).long()

@@ -13,8 +13,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specvocab_kernels._impl import choose_impl
-from specvocab_kernels.vocab_head.reference import approximate_logits, top_n_torch, vocab_head_torch
+from specvocab_kernels._impl import HAS_TRITON, choose_impl
+from specvocab_kernels.gather_dot import gather_dot
+from specvocab_kernels.vocab_head.dispatch import full_head_is_faster
+from specvocab_kernels.vocab_head.reference import (
+    approximate_logits,
+    best_of_rows,
+    top_n_torch,
+    vocab_head_torch,
+)
 from specvocab_kernels.vocab_head.selection import ExactSelection, Selection, TileSelection
 from specvocab_kernels.vocab_head.weights import FLOATS, HeadWeights, dequantize_vocab_proj, quantize_vocab_proj
 
@@ -70,11 +77,12 @@ def vocab_head(
     impl = _choose(impl, hidden, weights)
     if impl == "full":
         ids = torch.arange(weights.vocab_size, dtype=torch.int32, device=hidden.device).expand(hidden.shape[0], -1)
-        logits = _full_logits(hidden, weights.lm_head)
-    else:
+        return ids, _scale_and_cap(_full_logits(hidden, weights.lm_head), logit_scale, logit_softcap)
+    if impl == "torch":
         ids, logits = vocab_head_torch(hidden, weights, shared)
-        ids = ids.int()
-    return ids, _scale_and_cap(logits, logit_scale, logit_softcap)
+        return ids.int(), _scale_and_cap(logits, logit_scale, logit_softcap)
+    with torch.cuda.device_of(hidden):  # Triton launches on the current device, not on the tensors'
+        return _triton(hidden.contiguous(), weights, logit_scale, logit_softcap, shared)
 
 
 def vocab_head_top_n(
@@ -107,15 +115,47 @@ def vocab_head_top_n(
     ids, logits = vocab_head(
         hidden, weights, logit_scale=logit_scale, logit_softcap=logit_softcap, shared=shared, impl=impl
     )
-    return top_n_torch(ids, logits, n)
+    in_triton = impl == "triton" or (impl != "torch" and HAS_TRITON and hidden.device.type == "cuda")
+    if not in_triton or hidden.shape[0] == 0:
+        return top_n_torch(ids, logits, n)
+    from specvocab_kernels.vocab_head.kernel import top_n_triton
+
+    with torch.cuda.device_of(hidden):
+        return top_n_triton(ids, logits.contiguous(), n)
+
+
+def _triton(
+    hidden: Tensor, weights: HeadWeights, logit_scale: float, logit_softcap: float | None, shared: bool
+) -> tuple[Tensor, Tensor]:
+    from specvocab_kernels.select_candidates.kernel import select_candidates_triton
+    from specvocab_kernels.vocab_head import kernel
+
+    batch, selection = hidden.shape[0], weights.selection
+    if isinstance(selection, TileSelection):
+        ids = torch.empty(batch, selection.num_candidates, dtype=torch.int32, device=hidden.device)
+        logits = torch.empty(ids.shape, dtype=torch.float32, device=hidden.device)
+        if batch:
+            kernel.tile_head(hidden, weights, ids, logits, logit_scale, logit_softcap, shared and batch > 1)
+        return ids, logits
+    if batch == 0:
+        return hidden.new_empty(0, selection.num_candidates, dtype=torch.int32), hidden.new_empty(
+            0, selection.num_candidates, dtype=torch.float32
+        )
+    scores = kernel.approximate_scores(hidden, weights)
+    if shared:
+        scores = best_of_rows(scores)
+    ids = select_candidates_triton(scores, selection.num_candidates)
+    if shared:
+        ids = ids.repeat(batch, 1)
+    return ids, _scale_and_cap(gather_dot(hidden, weights.lm_head, ids, impl="triton"), logit_scale, logit_softcap)
 
 
 def _choose(impl: str, hidden: Tensor, weights: HeadWeights) -> str:
     if impl not in IMPLS:
         raise ValueError(f"vocab_head: impl={impl!r} is not known; choose one of {', '.join(map(repr, IMPLS))}")
-    if impl == "full":
+    if impl == "full" or (impl == "auto" and hidden.device.type == "cuda" and full_head_is_faster(weights, hidden)):
         return "full"
-    return choose_impl("vocab_head", impl, hidden.device, has_kernel=False)
+    return choose_impl("vocab_head", impl, hidden.device)
 
 
 def _full_logits(hidden: Tensor, lm_head: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ def vocab_head_torch(hidden: Tensor, weights: HeadWeights, shared: bool) -> tupl
     """Candidate ids ``[B, k]`` int64 and their raw logits ``[B, k]`` float32."""
     scores = approximate_logits(hidden, weights)
     if shared and hidden.shape[0] > 1:
-        best = torch.where(scores.isnan().any(0, keepdim=True), torch.nan, scores.amax(0, keepdim=True))
-        ids = weights.selection.select(best).repeat(hidden.shape[0], 1)
+        ids = weights.selection.select(best_of_rows(scores)).repeat(hidden.shape[0], 1)
     else:
         ids = weights.selection.select(scores)
     return ids, gather_dot_torch(hidden, weights.lm_head, ids)
@@ -31,6 +30,11 @@ def approximate_logits(hidden: Tensor, weights: HeadWeights) -> Tensor:
         for i, rows in enumerate(weights.vocab_proj.split(ROWS_AT_ONCE))
     ]
     return weights.selection.restore(torch.cat(blocks, dim=1).t()).t().contiguous()
+
+
+def best_of_rows(scores: Tensor) -> Tensor:
+    """``[B, V] -> [1, V]``: each id's largest score over the rows, NaN where one is."""
+    return scores.amax(0, keepdim=True)
 
 
 def top_n_torch(ids: Tensor, logits: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,36 @@
+"""Where all of ``lm_head`` at once is the faster head."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from specvocab_kernels.vocab_head.weights import HeadWeights
+
+SPARSE = 128  # ids a candidate
+
+# Measured on an H200, bfloat16 lm_head, kernels/benchmarks/bench_head.py (docs/PERFORMANCE.md): the largest number of
+# rows measured at which candidates beat the full head; the next ones measured were twice or four times as many.
+# V, d: tiles with a candidate for 64 ids (rank d/8), for 256 ids (rank d/16), exact selection
+MOST_ROWS = {
+    (151936, 4096): (64, 128, 10),
+    (151936, 2560): (32, 128, 10),
+    (100352, 4096): (32, 128, 10),
+    (262144, 640): (16, 64, 0),
+    (49152, 576): (4, 16, 0),
+}
+
+
+def full_head_is_faster(weights: HeadWeights, hidden: Tensor) -> bool:
+    """Looked up for the nearest shape measured, from shapes alone: a captured graph keeps its choice."""
+    nearest = min(MOST_ROWS, key=lambda shape: _distance(shape, (weights.vocab_size, weights.hidden_size)))
+    dense, sparse, exact = MOST_ROWS[nearest]
+    if not weights.tiled:
+        return hidden.shape[0] > exact
+    ids_a_candidate = weights.vocab_size / weights.selection.num_candidates
+    return hidden.shape[0] > (sparse if ids_a_candidate >= SPARSE else dense)
+
+
+def _distance(a: tuple[int, int], b: tuple[int, int]) -> float:
+    return sum(abs(math.log(x / y)) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,294 @@
+"""The tile head for several hidden states, and the approximate logits for ``ExactSelection``.
+
+Two kernels after ``down_proj · h``. The first streams ``vocab_proj`` once for all hidden states and notes, tile by
+tile, every row's best ids and their union. The second multiplies the rows of ``lm_head`` in that union, each read
+once, with all hidden states; every row then takes its own. Work and memory of the two differ too much to share the
+registers of one kernel: fused, they took 65 µs where they take 38 apart (10 rows, see docs/PERFORMANCE.md).
+"""
+
+import triton
+import triton.language as tl
+
+from specvocab_kernels.vocab_head.common import SELECTED_, SIZES, dot, order_keys, scale_and_cap
+
+
+@triton.jit
+def _scores(
+    high_ptr,
+    low_ptr,
+    proj_ptr,
+    scales_ptr,
+    start,
+    b,
+    present,
+    exists,
+    RANK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Approximate logits ``[TILE, BLOCK_B]`` of the rows from ``start``, in units of the hidden states' rounding."""
+    place = tl.arange(0, TILE)
+    if KIND == "int8":
+        high_dots = tl.zeros((TILE, BLOCK_B), dtype=tl.int32)
+        low_dots = tl.zeros((TILE, BLOCK_B), dtype=tl.int32)
+    else:
+        high_dots = tl.zeros((TILE, BLOCK_B), dtype=tl.float32)
+    for k in tl.range(0, RANK, BLOCK_K, num_stages=STAGES):
+        column = k + tl.arange(0, BLOCK_K)
+        inside = column < RANK
+        rows = tl.load(
+            proj_ptr + (start + place)[:, None] * RANK + column[None, :],
+            mask=exists & inside[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        offsets = b[:, None] * RANK + column[None, :]
+        wanted = present[:, None] & inside[None, :]
+        high = tl.load(high_ptr + offsets, mask=wanted, other=0.0)
+        if KIND == "int8":
+            low = tl.load(low_ptr + offsets, mask=wanted, other=0.0)
+            high_dots = tl.dot(rows, tl.trans(high), high_dots, out_dtype=tl.int32)
+            low_dots = tl.dot(rows, tl.trans(low), low_dots, out_dtype=tl.int32)
+        else:
+            if KIND == "fp8":
+                rows = rows.to(tl.float16)
+            high_dots = dot(rows, tl.trans(high), high_dots, UPCAST)
+    scores = high_dots.to(tl.float32)
+    if KIND == "int8":
+        scores = (scores + low_dots.to(tl.float32) * (1.0 / 254.0)) * (1.0 / 127.0)
+    if SCALED:
+        scores *= tl.load(scales_ptr + start + place)[:, None]
+    return scores
+
+
+@triton.jit(do_not_specialize=["batch", "vocab_size"])
+def scores_kernel(
+    high_ptr,
+    low_ptr,
+    units_ptr,
+    proj_ptr,  # [V, r]
+    scales_ptr,
+    scores_ptr,  # [B, V] float32
+    batch,
+    vocab_size,
+    RANK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALED: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Approximate logits of ``TILE`` ids by id, for a selection over all of them."""
+    b = (tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)).to(tl.int64)
+    present = b < batch
+    start = tl.program_id(0).to(tl.int64) * TILE
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    # The last tile begins early enough to be whole: it writes some scores again, the same.
+    start = tl.minimum(start, tl.maximum(vocab_size - TILE, 0).to(tl.int64))
+    ids = start + tl.arange(0, TILE)
+    exists = ids < vocab_size
+    scores = _scores(
+        high_ptr,
+        low_ptr,
+        proj_ptr,
+        scales_ptr,
+        start,
+        b,
+        present,
+        exists[:, None],
+        RANK,
+        TILE,
+        BLOCK_B,
+        BLOCK_K,
+        STAGES,
+        KIND,
+        False,
+        UPCAST,
+    )
+    if SCALED:
+        scores *= tl.load(scales_ptr + ids, mask=exists, other=0.0)[:, None]
+    scores *= tl.load(units_ptr + b, mask=present, other=0.0)[None, :]
+    tl.store(scores_ptr + b[None, :] * vocab_size + ids[:, None], scores, mask=exists[:, None] & present[None, :])
+
+
+@triton.jit(do_not_specialize=SIZES)
+def select_kernel(
+    high_ptr,  # [B, r]
+    low_ptr,
+    units_ptr,  # [B]
+    proj_ptr,  # [num_tiles * TILE, r]
+    scales_ptr,  # [num_tiles * TILE] float32
+    ids_ptr,  # [B, k] int32
+    chosen_ptr,  # [batch blocks, num_tiles, KEEP, BLOCK_B] int32: the same ids, by tile
+    members_ptr,  # [batch blocks, num_tiles, MEMBERS] int32
+    sizes_ptr,  # [batch blocks, num_tiles] int32
+    batch,
+    vocab_size,
+    num_tiles,
+    num_candidates,
+    per_tile,
+    extra,
+    RANK: tl.constexpr,
+    TILE: tl.constexpr,
+    KEEP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALED: tl.constexpr,
+    SHARED: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One tile for ``BLOCK_B`` hidden states: every row's best ids, and the union of them without repetition."""
+    t = tl.program_id(0)
+    lane = tl.arange(0, BLOCK_B)
+    b = tl.program_id(1) * BLOCK_B + lane
+    present = b < batch
+    b = b.to(tl.int64)
+    place = tl.arange(0, TILE)
+    start = t.to(tl.int64) * TILE
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    scores = _scores(
+        high_ptr,
+        low_ptr,
+        proj_ptr,
+        scales_ptr,
+        start,
+        b,
+        present,
+        True,
+        RANK,
+        TILE,
+        BLOCK_B,
+        BLOCK_K,
+        STAGES,
+        KIND,
+        SCALED,
+        UPCAST,
+    )
+    if SHARED:  # rows must be comparable
+        scores *= tl.load(units_ptr + b, mask=present, other=0.0)[None, :]
+
+    exists = place.to(tl.int64) * num_tiles + t < vocab_size
+    keys = tl.where(exists[:, None] & present[None, :], order_keys(scores), SELECTED_)
+    if SHARED:
+        keys = tl.broadcast_to(tl.max(keys, 1)[:, None], (TILE, BLOCK_B))
+    count = per_tile + tl.where(t < extra, 1, 0)
+    block = tl.program_id(1).to(tl.int64) * num_tiles + t
+    out = b * num_candidates + t * per_tile + tl.minimum(t, extra)
+    union = tl.zeros((TILE,), dtype=tl.int32)
+    for j in tl.static_range(KEEP):
+        best = tl.min(tl.where(keys == tl.max(keys, 0)[None, :], place[:, None], TILE), 0)
+        taken = place[:, None] == best[None, :]
+        if j + 1 < KEEP:
+            keys = tl.where(taken, SELECTED_, keys)
+        valid = tl.where(present, count, 0) > j
+        union = tl.maximum(union, tl.max((taken & valid[None, :]).to(tl.int32), 1))
+        ids = best * num_tiles + t
+        tl.store(ids_ptr + out + j, ids, mask=valid)
+        tl.store(chosen_ptr + (block * KEEP + j) * BLOCK_B + lane, tl.where(valid, ids, -1))
+    position = tl.cumsum(union, 0) - 1
+    tl.store(members_ptr + block * MEMBERS + position, place * num_tiles + t, mask=union > 0)
+    tl.store(sizes_ptr + block, tl.sum(union, 0))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def rescore_kernel(
+    hidden_ptr,  # [B, d]
+    lm_head_ptr,  # [V, d]
+    logits_ptr,  # [B, k] float32
+    chosen_ptr,
+    members_ptr,
+    sizes_ptr,
+    batch,
+    vocab_size,
+    num_tiles,
+    num_candidates,
+    per_tile,
+    extra,
+    logit_scale,
+    softcap,
+    HIDDEN: tl.constexpr,
+    KEEP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    TILES: tl.constexpr,
+    TILES_PAD: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SAME: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The members of ``TILES`` tiles, ``SLOTS`` at a time, times ``BLOCK_B`` hidden states.
+
+    A row of ``lm_head`` is read once however many hidden states want it; each takes its own candidates from the
+    products of all.
+    """
+    lane = tl.arange(0, BLOCK_B)
+    b = tl.program_id(1) * BLOCK_B + lane
+    present = b < batch
+    first_tile = tl.program_id(0) * TILES
+    tile = tl.arange(0, TILES_PAD)
+    owned = (tile < TILES) & (first_tile + tile < num_tiles)
+    first_block = tl.program_id(1).to(tl.int64) * num_tiles + first_tile
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    sizes = tl.load(sizes_ptr + first_block + tile, mask=owned, other=0)
+    total = tl.sum(sizes, 0)
+    ends = tl.cumsum(sizes, 0)
+
+    for begin in range(0, total, SLOTS):
+        slot = begin + tl.arange(0, SLOTS)
+        used = slot < total
+        before = slot[:, None] >= ends[None, :]  # tiles that lie wholly before the slot
+        owner = tl.minimum(tl.sum(before.to(tl.int32), 1), TILES - 1)
+        inner = slot - tl.sum(tl.where(before, sizes[None, :], 0), 1)
+        block = first_block + owner
+        member = tl.load(members_ptr + block * MEMBERS + inner, mask=used, other=0)
+        row = member.to(tl.int64) * HIDDEN
+
+        acc = tl.zeros((SLOTS, BLOCK_B), dtype=tl.float32)
+        for first in tl.range(0, HIDDEN, BLOCK_D, num_stages=STAGES):
+            column = first + tl.arange(0, BLOCK_D)
+            inside = column < HIDDEN
+            rows = tl.load(
+                lm_head_ptr + row[:, None] + column[None, :],
+                mask=used[:, None] if EVEN else used[:, None] & inside[None, :],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            hidden = tl.load(
+                hidden_ptr + b[:, None].to(tl.int64) * HIDDEN + column[None, :],
+                mask=present[:, None] if EVEN else present[:, None] & inside[None, :],
+                other=0.0,
+            )
+            if not SAME:
+                rows, hidden = rows.to(tl.float32), hidden.to(tl.float32)
+            acc = dot(rows, tl.trans(hidden), acc, UPCAST)
+
+        logits = scale_and_cap(acc, logit_scale, softcap, CAPPED)
+        t = first_tile + owner
+        out = b[None, :] * num_candidates + (t * per_tile + tl.minimum(t, extra))[:, None]
+        for j in tl.static_range(KEEP):
+            mine = tl.load(
+                chosen_ptr + ((block * KEEP + j) * BLOCK_B)[:, None] + lane[None, :], mask=used[:, None], other=-1
+            )
+            tl.store(logits_ptr + out + j, logits, mask=(mine == member[:, None]) & used[:, None] & present[None, :])
