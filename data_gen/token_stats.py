@@ -123,8 +123,8 @@ def table(stats: dict[str, Any]) -> str:
         lines.append(f"{name:24} " + ", ".join(f"{key} {value:.0f}" for key, value in stats[name].items()))
     for name in ("turns_per_row", "sources", "finish_reasons", "skipped", "collected"):
         lines.append(f"{name:24} " + ", ".join(f"{key} {value}" for key, value in stats[name].items()))
-    lines.append("coverage                 " + ", ".join(
-        f"{point['share']:.1%} by {point['top_k']}" for point in stats["coverage"] if point["share"] in SHARES))
+    reached = {point["share"]: point["top_k"] for point in reversed(stats["coverage"])}  # the fewest tokens of each
+    lines.append(f"{'coverage':24} " + ", ".join(f"{share:.1%} by {reached[share]}" for share in SHARES if reached))
     return "\n".join(lines)
 
 

@@ -120,7 +120,9 @@ def test_stats_are_counted_by_hand(root, capsys):
     assert sum(rows for *_, rows in stats["response_histogram"]) == 4
     picture = ElementTree.parse(folder / "token_stats.svg").getroot()
     assert picture.tag.endswith("svg") and len(list(picture.iter("{http://www.w3.org/2000/svg}polyline"))) == 1
-    assert "12 response tokens, 6 distinct" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "12 response tokens, 6 distinct" in out
+    assert "50.0% by 1, 90.0% by 5, 95.0% by 6, 99.0% by 6, 99.9% by 6, 100.0% by 6\n" in out
 
 
 def test_coverage_against_a_slow_count():
