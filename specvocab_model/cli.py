@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import hydra
@@ -61,13 +62,33 @@ def _compose(function: Callable[[Config], None]) -> list[Config]:
         raise ConfigError("--multirun runs all points in one process and output folder; start one command per point")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them over several lines
     register_schemas()
-    try:
+    with _in_one_line():
         hydra.main(config_path=CONFIG_DIR, config_name="config", version_base="1.3")(collect)()
+    return [parse_config(config) for config in composed]
+
+
+def compose(overrides: Sequence[str], config_dir: str | None = None) -> Config:
+    """The configuration that a command would see with these overrides, and ``--config-dir`` if one is given.
+
+    Raises:
+        ConfigError: it cannot run.
+    """
+    register_schemas()
+    search_path = [f"hydra.searchpath=[file://{os.path.abspath(config_dir)}]"] if config_dir else []
+    with _in_one_line(), hydra.initialize_config_dir(CONFIG_DIR, version_base="1.3"):
+        composed = hydra.compose("config", [*search_path, *overrides])
+    return parse_config(composed)
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Whatever Hydra raises while it composes, as a ``ConfigError``."""
+    try:
+        yield
     except (CompactHydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise ConfigError(_one_line(error)) from error
     except OSError as error:  # after the one above, because Hydra's "no such config" is an OSError as well
         raise ConfigError(f"output_dir cannot be made: {error}") from error
-    return [parse_config(config) for config in composed]
 
 
 def _one_line(error: Exception) -> str:

@@ -392,6 +392,35 @@ class EvalConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SweepConfig:
+    """The points that scripts/sweep.py trains; no other command reads it. Keys are those of overrides (optim.lr)."""
+
+    name: str = ""  # the sweep's folder in output_dir, and its group in W&B
+    grid: dict[str, list[Any]] = field(default_factory=dict)  # every combination of these values
+    search: dict[str, Any] = field(default_factory=dict)  # Optuna: a list of values, or {low, high[, log, step]}
+    num_trials: int = 20  # of the search
+    startup_trials: int = 5  # drawn at random, and never pruned, before TPE and pruning begin
+    prune: bool = True  # stop a trial whose metric is below the median of the trials before it, at the same step
+    prune_after: int = 0  # ... but not before this optimizer step
+    metric: str = "validation/simulated_tau/candidates"  # to be large
+    launcher: str = "here"
+    parallel: int = 1  # points at one time
+    accelerate: list[str] = field(default_factory=list)  # flags of `accelerate launch`
+    submitit: dict[str, Any] = field(default_factory=dict)  # parameters of submitit.AutoExecutor
+
+    def __post_init__(self) -> None:
+        _one_of("sweep.launcher", self.launcher, ("here", "submitit_local", "submitit_slurm"))
+        for name in ("num_trials", "startup_trials", "parallel"):
+            _at_least(f"sweep.{name}", getattr(self, name), 1)
+        _at_least("sweep.prune_after", self.prune_after, 0)
+        if self.grid and self.search:
+            raise ConfigError("sweep.grid and sweep.search exclude each other; keep one, or make the grid's keys "
+                              "lists of values in sweep.search")
+        if empty := [key for key, values in self.grid.items() if not values]:
+            raise ConfigError(f"sweep.grid: {', '.join(empty)} has no values; list some, or remove it")
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     """Everything one experiment says."""
 
@@ -410,6 +439,7 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
         _not_empty("run_name", self.run_name)
@@ -429,6 +459,7 @@ NODES: dict[str, type] = {
     "target": TargetConfig, "draft": DraftConfig, "head": HeadConfig, "data": DataConfig,
     "generation": GenerationConfig, "trainer": TrainerConfig, "optim": OptimConfig,
     "distributed": DistributedConfig, "tracking": TrackingConfig, "eval": EvalConfig,
+    "sweep": SweepConfig,
 }
 
 

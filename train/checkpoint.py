@@ -36,7 +36,7 @@ TRAINING_FILE = "training.json"
 # compared by content, not by path, and the device by what it is, not by how it was asked for.
 FREE_SETTINGS = (
     "action", "inspect", "run_name", "output_dir", "target.model", "target.chat_template_kwargs", "data.train_path",
-    "data.validation_path", "data.features_path", "data.num_workers", "generation.", "tracking.", "eval.",
+    "data.validation_path", "data.features_path", "data.num_workers", "generation.", "tracking.", "eval.", "sweep.",
     "distributed.cpu", "trainer.resume", "trainer.log_every", "trainer.validate_every", "trainer.save_every",
     "trainer.keep_checkpoints", "trainer.loss_memory_mib", "head.quantization",
 )
@@ -54,15 +54,15 @@ def run_identity(
     config: Config, *, world_size: int, device_type: str, target_fingerprint: str, data_sha256: str
 ) -> dict[str, Any]:
     """Everything that decides the numbers of a run, flat: a checkpoint is resumed only by the same."""
-    settings = {key: value for key, value in _flatten(asdict(config)) if not key.startswith(FREE_SETTINGS)}
+    settings = {key: value for key, value in flatten(asdict(config)) if not key.startswith(FREE_SETTINGS)}
     return {**settings, "number of ranks": world_size, "device": device_type,
             "target fingerprint": target_fingerprint, "training data sha256": data_sha256}
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 

@@ -1,0 +1,179 @@
+"""Train many points: every combination of a grid, or trials of Optuna's search.
+
+    python scripts/sweep.py +experiment=qwen3_8b sweep=learning_rate distributed=zero2 tracking=wandb
+    python scripts/sweep.py +experiment=qwen3_8b sweep=search sweep.launcher=submitit_slurm sweep.parallel=8 \\
+        '+sweep.submitit={gpus_per_node: 8, timeout_min: 1440, slurm_partition: gpu}'
+
+Every point is one ``accelerate launch train/main.py`` in a folder of its own, ``output_dir/sweeps/NAME/POINT``. Points
+are composed before anything starts, so a key that does not exist stops the sweep at once. A point that fails does not
+stop the others. The same command goes on where a sweep was stopped: finished points are skipped, others resume from
+their checkpoints.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from specvocab_model.cli import hydra_main
+from specvocab_model.config import Config, ConfigError
+from train.charts import number
+from train.sweep.launchers import GRACE_S, POLL_S, Job, Launcher, build_launcher
+from train.sweep.points import Point, Points, decisive
+from train.sweep.sources import Source, build_source, check_metric
+from train.sweep.summary import text_table, write_summary
+
+
+@dataclass(slots=True)
+class Running:
+    """A point under way."""
+
+    point: Point
+    job: Job
+    before: float  # seconds of earlier starts
+    began: float = field(default_factory=time.monotonic)
+    given_up_at: float | None = None
+
+    def seconds(self) -> float:
+        return round(self.before + time.monotonic() - self.began, 1)
+
+
+@hydra_main
+def main(config: Config) -> None:
+    check_metric(config)
+    points = Points(config, sys.argv[1:])
+    with exclusive(points.folder / "sweep.lock", config) as lock:
+        check_same_settings(points.folder / "sweep.json", config)
+        source = build_source(points)
+        launcher = build_launcher(config, points.folder, lock)
+        signal.signal(signal.SIGTERM, _terminate)
+        stopped = Sweep(source, launcher, config).run()
+        rows = write_summary(points.folder, source.points(), config.sweep.metric)
+    print("\n" + text_table(rows))
+    print(f"written to {points.folder / 'summary.html'}, .csv and .json")
+    if stopped:
+        print("the sweep was interrupted; the same command goes on from here", file=sys.stderr)
+        sys.exit(stopped)
+    sys.exit(1 if any(row["status"] == "failed" for row in rows) else 0)
+
+
+class Sweep:
+    """Keeps ``sweep.parallel`` points under way until the source has no more."""
+
+    def __init__(self, source: Source, launcher: Launcher, config: Config) -> None:
+        self.source = source
+        self.launcher = launcher
+        self.parallel = config.sweep.parallel
+        self.metric = config.sweep.metric
+        self.running: list[Running] = []
+
+    def run(self) -> int:
+        """Run to the end; returns the exit code of an interruption, 0 without one."""
+        try:
+            while self._fill():
+                time.sleep(POLL_S)
+                for one in list(self.running):
+                    self._look_after(one)
+        except (KeyboardInterrupt, SystemExit) as stop:
+            self._stop_all()
+            return stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130
+        return 0
+
+    def _fill(self) -> bool:
+        """Start what there is room for; returns whether anything is under way."""
+        while len(self.running) < self.parallel and (point := self.source.next()) is not None:
+            point.note(status="running", error=None)
+            before = point.outcome().get("seconds", 0.0)
+            print(f"{point.name}: started, log in {point.folder}", flush=True)
+            self.running.append(Running(point, self.launcher.start(point), before))
+        return bool(self.running)
+
+    def _look_after(self, one: Running) -> None:
+        code = one.job.exit_code()
+        if code is None:
+            if one.given_up_at is None:
+                if self.source.falls_behind(one.point):
+                    one.given_up_at = time.monotonic()
+                    one.job.stop()
+            elif time.monotonic() > one.given_up_at + GRACE_S:
+                one.job.kill()
+            return
+        self.running.remove(one)
+        status = "finished" if code == 0 and one.point.is_finished() else "pruned" if one.given_up_at else "failed"
+        error = None
+        if status == "failed":
+            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            error = f"{how}: {one.point.last_words()}"
+        one.point.note(status=status, exit_code=code, seconds=one.seconds(), error=error)
+        self.source.ended(one.point, status)
+        values = one.point.values(self.metric)
+        result = f", {self.metric} {number(values[-1][1])}" if values else ""
+        print(f"{one.point.name}: {status}{result}, {one.seconds():.0f} s{f', {error}' if error else ''}", flush=True)
+
+    def _stop_all(self) -> None:
+        """Let every point write its checkpoint; a second Ctrl-C, or too long a wait, kills."""
+        print(f"stopping {len(self.running)} points", file=sys.stderr, flush=True)
+        deadline = time.monotonic() + GRACE_S
+        try:
+            for one in self.running:
+                one.job.stop()
+            while any(one.job.exit_code() is None for one in self.running) and time.monotonic() < deadline:
+                time.sleep(POLL_S / 10)
+        except (KeyboardInterrupt, SystemExit):
+            pass
+        for one in self.running:
+            if one.job.exit_code() is None:
+                one.job.kill()
+            one.point.note(status="interrupted", seconds=one.seconds())
+
+
+def check_same_settings(path: Path, config: Config) -> None:
+    """Note what all points have in common; refuse to continue a sweep with something else.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    varied = tuple({*config.sweep.grid, *config.sweep.search})
+    now = {key: value for key, value in decisive(asdict(config)).items() if not key.startswith(varied)}
+    if path.exists():
+        then = json.loads(path.read_text())
+        differing = [f"{key}: {then.get(key)!r} then, {now.get(key)!r} now" for key in sorted({*then, *now})
+                     if then.get(key) != now.get(key) and not key.startswith(varied)]
+        if differing:
+            raise ConfigError(f"{path.parent} was begun with other settings ({'; '.join(differing)}); restore them, or "
+                              "choose another sweep.name")
+    path.write_text(json.dumps(now, indent=2) + "\n")
+
+
+@contextmanager
+def exclusive(path: Path, config: Config) -> Iterator[int]:
+    """Hold the sweep's lock file; yields its descriptor.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"another sweep writes to {path.parent}; wait for it, stop it, or choose another name "
+                              f"than sweep.name={config.sweep.name}") from error
+        yield file.fileno()
+
+
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + signum)
+
+
+if __name__ == "__main__":
+    main()
