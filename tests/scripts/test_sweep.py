@@ -269,6 +269,24 @@ def test_arguments_of_the_sweep_do_not_reach_its_points(tmp_path):
         split_arguments(["--info"])
 
 
+@pytest.mark.parametrize(("log", "reason"), [
+    ("error: rank=99 is too large; change head.rank\nTraceback (most recent call last):\n  raise CalledProcessError(\n"
+     "subprocess.CalledProcessError: Command '['train/main.py']' returned non-zero exit status 2.\n",
+     "error: rank=99 is too large; change head.rank"),
+    ("[rank1]: Traceback\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\n[rank0]: at a line\n"
+     "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n",
+     "[rank1]: torch.OutOfMemoryError: CUDA out of memory"),
+    ("step 1/2 | errors 0\nKilled\n\n", "Killed"),
+    ("", "it left no message"),
+])
+def test_the_reason_of_a_failure_is_found_in_the_log(arguments, log, reason):
+    point = Points(compose(arguments), arguments).make({LR: 0.1})
+    point.folder.mkdir(parents=True)
+    (point.folder / "log.txt").write_text(log)
+    assert point.last_words() == reason
+
+
+@pytest.mark.slow
 def test_real_training_through_submitit(tmp_path, monkeypatch):
     """Two points, each `accelerate launch train/main.py` in a job of submitit's local executor; one cannot train."""
     pytest.importorskip("submitit", reason="needs submitit (pip install 'specvocab[sweep]')")
