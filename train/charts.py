@@ -31,7 +31,7 @@ h1 { font-size: 24px; margin: 0 0 4px } h2 { font-size: 18px; margin: 32px 0 12p
 .tiles span { color: var(--soft); font-size: 13px }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; vertical-align: -1px }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; font-size: 13px; color: var(--soft) }
-svg { display: block; width: 100%; height: auto; margin-top: auto }
+svg { display: block; width: 100%; height: auto; margin: 6px 0 }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif }
 .rule { stroke: var(--line) } .trace { fill: none; stroke-width: 2; stroke-linejoin: round }
 .faint { opacity: .45; stroke-width: 1.5 } .dot { stroke-width: 0 } .hover { opacity: 0 } .hover:hover { opacity: 1 }
@@ -76,11 +76,10 @@ class Scale:
 
     def ticks(self, count: int) -> list[float]:
         if self.log:
-            decades = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
-            if len(decades) >= 2:
-                stride = -(-len(decades) // count)
-                return [10.0**power for power in decades][::stride]
-            return [self.low * (self.high / self.low) ** (index / (count - 1)) for index in range(count)]
+            decades = range(math.floor(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
+            factors = (1, 2, 5) if len(decades) <= 3 else (1,)
+            ticks = [factor * 10.0**power for power in decades for factor in factors]
+            return [tick for tick in ticks if self.low <= tick <= self.high]
         raw = (self.high - self.low) / count
         unit = 10.0 ** math.floor(math.log10(raw))
         step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= raw * 0.999)
@@ -107,7 +106,8 @@ def number(value: float) -> str:
         for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
             if abs(value) >= unit:
                 return f"{value / unit:.4g}{name}"
-    return f"{value:.2e}".replace("e-0", "e-")
+    mantissa, _, power = f"{value:.2e}".partition("e")
+    return f"{float(mantissa):g}e{int(power)}"
 
 
 def chart(
@@ -137,8 +137,8 @@ def chart(
     parts += [_trace(line, points, x, y) for line, points in drawn]
     note = f'<p class="soft">{html.escape(note)}</p>' if note else ""
     legend = "".join(_legend(line) for line, _ in drawn) if len(drawn) > 1 else ""
-    return (f'<div class="card chart"><h3>{html.escape(title)}</h3>{note}<div class="legend">{legend}</div>'
-            + "".join(parts) + "</svg></div>")
+    return (f'<div class="card chart"><h3>{html.escape(title)}</h3>{note}{"".join(parts)}</svg>'
+            f'<div class="legend">{legend}</div></div>')
 
 
 def _finite(points: Sequence[tuple[float, float]], log_x: bool, log_y: bool) -> list[tuple[float, float]]:
@@ -163,7 +163,7 @@ def _trace(line: Line, points: list[tuple[float, float]], x: Scale, y: Scale) ->
 
 def _legend(line: Line) -> str:
     color, opacity = COLORS[line.color % len(COLORS)], 0.45 if line.faint else 1
-    return (f'<span><svg style="display:inline;width:22px;height:10px" viewBox="0 0 22 10"><line x1="0" x2="22" y1="5" '
+    return (f'<span><svg style="display:inline;width:22px;height:10px;margin:0" viewBox="0 0 22 10"><line x1="0" x2="22" y1="5" '
             f'y2="5" stroke="{color}" stroke-width="2.5" opacity="{opacity}"/></svg> {html.escape(line.label)}</span>')
 
 
