@@ -163,8 +163,9 @@ def _trace(line: Line, points: list[tuple[float, float]], x: Scale, y: Scale) ->
 
 def _legend(line: Line) -> str:
     color, opacity = COLORS[line.color % len(COLORS)], 0.45 if line.faint else 1
-    return (f'<span><svg style="display:inline;width:22px;height:10px;margin:0" viewBox="0 0 22 10"><line x1="0" x2="22" y1="5" '
-            f'y2="5" stroke="{color}" stroke-width="2.5" opacity="{opacity}"/></svg> {html.escape(line.label)}</span>')
+    stroke = f'<line x1="0" x2="22" y1="5" y2="5" stroke="{color}" stroke-width="2.5" opacity="{opacity}"/>'
+    return (f'<span><svg style="display:inline;width:22px;height:10px;margin:0" viewBox="0 0 22 10">{stroke}</svg> '
+            f"{html.escape(line.label)}</span>")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -14,6 +14,7 @@ import wandb
 from wandb.proto import wandb_internal_pb2
 
 from specvocab_model.config import ConfigError, TrackingConfig
+from tests.train.wandb_server import WandbServer
 from train import tracking
 from train.samples import Sample
 from train.tracking import Tracker, samples_html
@@ -170,6 +171,45 @@ def test_wandb_without_key_or_server_goes_on_offline(tmp_path, caplog, unreachab
     assert "offline" in caplog.text
     assert ("no W&B key" if unreachable == "no key" else "cannot be reached") in caplog.text
     assert offline_history(tmp_path) == {1: {"train/loss": 2.5}}
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch) -> Iterator[WandbServer]:
+    server = WandbServer()
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for name, value in {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.url, "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.close()
+    wandb.teardown()
+
+
+def test_an_online_run_that_is_resumed_gets_the_steps_that_the_server_lacks_and_no_other(tmp_path, server):
+    first = tracker(tmp_path, "wandb")
+    run_id = first.run_id
+    for step in (1, 2, 3, 4):
+        first.log({"train/loss": float(step)}, step)
+    first.finish(exit_code=1)
+    assert set(server.history) == {1, 2, 3, 4}
+    server.forget_after(2)
+    second = tracker(tmp_path, "wandb", run_id=run_id, first_step=4)  # its checkpoint is of step 3
+    assert second.run_id == run_id
+    second.log({"train/loss": 40.0}, 4)
+    second.log({"validation/loss": 5.0}, 4)
+    second.finish()
+    assert server.history == {1: {"train/loss": 1}, 2: {"train/loss": 2}, 3: {"train/loss": 3},
+                              4: {"train/loss": 40, "validation/loss": 5}}
+    assert set(server.rows.values()) == {1}
+
+
+def test_a_server_that_falls_silent_holds_up_neither_training_nor_its_end(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(tracking, "WANDB_FINISH_TIMEOUT_S", 3.0)
+    run = tracker(tmp_path, "wandb")
+    server.answers.clear()
+    for step in range(1, 2001):
+        run.log({"train/loss": float(step)}, step)
+    run.finish()
+    assert server.history == {} and len(lines(tmp_path)) == 2000
 
 
 def test_artifacts_need_wandb():
