@@ -22,7 +22,7 @@ from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.target import Target
 from specvocab_model.tuning.choices import Choice, SpeculativeChoice, StaticChoice
 
-RULES = ((64, 1), (128, 1), (128, 2), (256, 1), (512, 1))  # tile, keep
+RULES = ((64, 1), (128, 1), (128, 2), (256, 1), (256, 2), (512, 1), (512, 4))  # tile, keep
 WARM_UP = 3
 MIN_SECONDS = 0.03  # measured at least, of one thing
 REPEATS = 9  # of which the median counts
