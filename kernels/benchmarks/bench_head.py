@@ -34,7 +34,7 @@ from specvocab_kernels.vocab_head.dispatch import full_head_is_faster
 SHAPES = ((151936, 4096), (151936, 2560), (100352, 4096), (262144, 640), (49152, 576))
 TINY_SHAPES = ((1003, 48),)
 # d / r, ids of a tile, candidates of a tile
-HEADS = ((8, 64, 1), (16, 256, 1))
+HEADS = ((8, 64, 1), (16, 128, 1), (16, 256, 1))
 STATIC_ROWS = 32000
 COLD_BYTES = 256_000_000  # several times the L2 cache
 TREE_NODES = 10

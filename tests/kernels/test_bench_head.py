@@ -9,8 +9,8 @@ def test_tiny_run_prints_a_table_and_writes_json(load_benchmark, tmp_path, capsy
 
     report = json.loads((tmp_path / "out.json").read_text())
     results = report["results"]
-    assert [(r["r"], r["bits"], r["B"]) for r in results] == [
-        (r, bits, rows) for r in (6, 3) for bits in ("bf16", "int8") for rows in (1, 10)
+    assert [(r["r"], r["k"], r["bits"], r["B"]) for r in results] == [
+        (r, k, bits, rows) for r, k in ((6, 16), (3, 8), (3, 4)) for bits in ("bf16", "int8") for rows in (1, 10)
     ]
     for result in results:
         assert all(result[name] > 0 for name in ("full", "static", "floor"))
