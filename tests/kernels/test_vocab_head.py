@@ -275,7 +275,7 @@ BAD_CALLS = {
     "'cuda' is not known": lambda w, h: vocab_head(h, w, impl="cuda"),
     "n=0 must lie": lambda w, h: vocab_head_top_n(h, w, 0),
     "n=11 must lie": lambda w, h: vocab_head_top_n(h, w, 11),
-    "too large": lambda w, h: vocab_head(h, make(h.device, TileSelection(9, 1024, 1)), impl="triton"),
+    "too large": lambda w, h: vocab_head(h, make(h.device, TileSelection(9, 2048, 1)), impl="triton"),
 }
 
 

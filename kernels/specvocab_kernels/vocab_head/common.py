@@ -10,6 +10,7 @@ import triton.language as tl
 from specvocab_kernels.vocab_head.selection import SELECTED
 
 SELECTED_ = tl.constexpr(SELECTED)
+MAX_UNROLLED = tl.constexpr(4)  # candidates of a tile; beyond, compiling would take minutes
 # One compilation serves every vocabulary and batch size.
 SIZES = ("batch", "vocab_size", "num_tiles", "num_candidates", "per_tile", "extra")
 

@@ -24,7 +24,7 @@ KINDS = {
     torch.float8_e4m3fn: "fp8",
     torch.int8: "int8",
 }
-MAX_TILE = 512
+MAX_TILE = 1024
 MAX_KEEP = 64
 CHUNK = 1024  # candidates of one program of the first top-n kernel
 
@@ -228,11 +228,14 @@ def block_shapes(weights: HeadWeights, batch: int, shared: bool) -> dict[str, di
     tile, keep = selection.tile, selection.keep
     if batch == 1:
         parts = tile * _block(weights.rank) * size // (4096 if size == 1 else 8192)  # bytes of one piece
+        keep_pad = triton.next_power_of_2(keep)
+        block_d = max(32, min(wide, 16384 // keep_pad))
+        num_warps = {torch.int8: 2, torch.float8_e4m3fn: 4}.get(weights.vocab_proj.dtype, 8)
         shapes["one"] = dict(
             PARTS=max(1, min(parts, 8 if size == 1 else 16, tile // 4)),
             BLOCK_R=_block(weights.rank),
-            BLOCK_D=max(32, min(wide, 16384 // triton.next_power_of_2(keep))),
-            num_warps={torch.int8: 2, torch.float8_e4m3fn: 4}.get(weights.vocab_proj.dtype, 8),
+            BLOCK_D=block_d,
+            num_warps=max(num_warps, min(8, keep_pad * block_d // 2048)),
         )
     shapes["select"] = dict(
         BLOCK_K=64 if tile * size <= 1024 else 32 if tile * size <= 2048 or size < 4 else 16,

@@ -9,7 +9,7 @@ registers of one kernel: fused, they took 65 µs where they take 38 apart (10 ro
 import triton
 import triton.language as tl
 
-from specvocab_kernels.vocab_head.common import SELECTED_, SIZES, dot, order_keys, scale_and_cap
+from specvocab_kernels.vocab_head.common import MAX_UNROLLED, SELECTED_, SIZES, dot, order_keys, scale_and_cap
 
 
 @triton.jit
@@ -120,6 +120,22 @@ def scores_kernel(
     tl.store(scores_ptr + b[None, :] * vocab_size + ids[:, None], scores, mask=exists[:, None] & present[None, :])
 
 
+@triton.jit
+def _take_best(
+    keys, union, j, rows_count, t, num_tiles, ids_ptr, chosen_ptr, TILE: tl.constexpr, BLOCK_B: tl.constexpr
+):
+    """Write every row's best id as its ``j``-th candidate, unless it has fewer, and take its key away."""
+    place = tl.arange(0, TILE)[:, None]
+    best = tl.min(tl.where(keys == tl.max(keys, 0)[None, :], place, TILE), 0)
+    taken = place == best[None, :]
+    valid = rows_count > j
+    ids = best * num_tiles + t
+    tl.store(ids_ptr + j, ids, mask=valid)
+    tl.store(chosen_ptr + j * BLOCK_B, tl.where(valid, ids, -1))
+    union = tl.maximum(union, tl.max((taken & valid[None, :]).to(tl.int32), 1))
+    return tl.where(taken, SELECTED_, keys), union
+
+
 @triton.jit(do_not_specialize=SIZES)
 def select_kernel(
     high_ptr,  # [B, r]
@@ -191,16 +207,15 @@ def select_kernel(
     block = tl.program_id(1).to(tl.int64) * num_tiles + t
     out = b * num_candidates + t * per_tile + tl.minimum(t, extra)
     union = tl.zeros((TILE,), dtype=tl.int32)
-    for j in tl.static_range(KEEP):
-        best = tl.min(tl.where(keys == tl.max(keys, 0)[None, :], place[:, None], TILE), 0)
-        taken = place[:, None] == best[None, :]
-        if j + 1 < KEEP:
-            keys = tl.where(taken, SELECTED_, keys)
-        valid = tl.where(present, count, 0) > j
-        union = tl.maximum(union, tl.max((taken & valid[None, :]).to(tl.int32), 1))
-        ids = best * num_tiles + t
-        tl.store(ids_ptr + out + j, ids, mask=valid)
-        tl.store(chosen_ptr + (block * KEEP + j) * BLOCK_B + lane, tl.where(valid, ids, -1))
+    rows_count = tl.where(present, count, 0)
+    ids_ptr += out
+    chosen_ptr += block * KEEP * BLOCK_B + lane
+    if KEEP <= MAX_UNROLLED:
+        for j in tl.static_range(KEEP):
+            keys, union = _take_best(keys, union, j, rows_count, t, num_tiles, ids_ptr, chosen_ptr, TILE, BLOCK_B)
+    else:
+        for j in range(KEEP):
+            keys, union = _take_best(keys, union, j, rows_count, t, num_tiles, ids_ptr, chosen_ptr, TILE, BLOCK_B)
     position = tl.cumsum(union, 0) - 1
     tl.store(members_ptr + block * MEMBERS + position, place * num_tiles + t, mask=union > 0)
     tl.store(sizes_ptr + block, tl.sum(union, 0))
@@ -287,8 +302,13 @@ def rescore_kernel(
         logits = scale_and_cap(acc, logit_scale, softcap, CAPPED)
         t = first_tile + owner
         out = b[None, :] * num_candidates + (t * per_tile + tl.minimum(t, extra))[:, None]
-        for j in tl.static_range(KEEP):
-            mine = tl.load(
-                chosen_ptr + ((block * KEEP + j) * BLOCK_B)[:, None] + lane[None, :], mask=used[:, None], other=-1
-            )
-            tl.store(logits_ptr + out + j, logits, mask=(mine == member[:, None]) & used[:, None] & present[None, :])
+        chosen = chosen_ptr + (block * KEEP * BLOCK_B)[:, None] + lane[None, :]
+        wanted = used[:, None] & present[None, :]
+        if KEEP <= MAX_UNROLLED:
+            for j in tl.static_range(KEEP):
+                mine = tl.load(chosen + j * BLOCK_B, mask=used[:, None], other=-1) == member[:, None]
+                tl.store(logits_ptr + out + j, logits, mask=mine & wanted)
+        else:
+            for j in range(KEEP):
+                mine = tl.load(chosen + j * BLOCK_B, mask=used[:, None], other=-1) == member[:, None]
+                tl.store(logits_ptr + out + j, logits, mask=mine & wanted)

@@ -119,8 +119,7 @@ def tile_kernel(
     slot = tl.arange(0, KEEP_PAD)
     chosen = tl.zeros((KEEP_PAD,), dtype=tl.int32)
     for j in tl.static_range(KEEP):
-        best = tl.min(tl.where(keys == tl.max(tl.max(keys, 1), 0), place, TILE), 1)
-        best = tl.min(best, 0)
+        best = tl.min(tl.min(tl.where(keys == tl.max(tl.max(keys, 1), 0), place, TILE), 1), 0)
         keys = tl.where(place == best, SELECTED_, keys)
         chosen = tl.where(slot == j, best, chosen)
     ids = chosen.to(tl.int64) * num_tiles + t
