@@ -14,6 +14,7 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from data_gen.answers import Generate, Progress
+from data_gen.claims import Claims
 from data_gen.engines import Completion, Engine, Rejected, SamplingParams, build_engine
 from data_gen.prompts import Prompt
 from data_gen.rows import ShardRows, Skipped
@@ -93,16 +94,14 @@ class StageRunner:
             self.report(f"{stage.name}: {_summary(manifest)}; finished before, in {stage.folder}")
             return self._not_empty(stage, manifest)
         missing = writer.missing_shards()
-        # By the shard's own number: ranks that look at different moments see different shards missing.
-        mine = [index for index in missing if index % self.state.num_processes == self.state.process_index]
-        if mine and stage.params is not None:
-            _ = self.engine  # loaded outside the time that is measured
+        if stage.params is not None and self.state.process_index < len(missing):
+            _ = self.engine  # loaded outside the time that is measured, and before a shard is claimed
         self.state.wait_for_everyone()
         start = time.monotonic()
-        self._fill(stage, writer, mine)
+        self._fill(stage, writer)
         self.state.wait_for_everyone()
-        seconds = time.monotonic() - start  # of the slowest rank, as the tokens are those of all
-        if self.state.is_main_process:
+        seconds = time.monotonic() - start
+        if self.state.is_main_process:  # processes that were started apart all do this, and write the same
             manifest = writer.finalise()
             num_tokens = sum(manifest.shards[index].num_loss_tokens for index in missing)
             self.report(f"{stage.name}: {_summary(manifest)}; {num_tokens / seconds:.0f} tokens/s, in {stage.folder}")
@@ -120,21 +119,25 @@ class StageRunner:
                               f"mend that and remove {stage.folder}")
         return manifest
 
-    def _fill(self, stage: Stage, writer: ShardWriter, mine: list[int]) -> None:
-        """Make this rank's missing shards.
+    def _fill(self, stage: Stage, writer: ShardWriter) -> None:
+        """Make missing shards until none is left; other ranks, processes and nodes do so at the same time.
 
         Raises:
             ConfigError: more prompts were rejected than ``generation.max_rejected_share`` allows.
         """
         num_rejected = 0
-        with tqdm(total=sum(len(stage.prompts[writer.prompt_range(index)]) for index in mine), desc=stage.name,
-                  unit=" prompts", smoothing=0.05, disable=not self.state.is_main_process) as progress:
-            for index in mine:
+        with (Claims(writer.folder) as claims,
+              tqdm(total=_num_prompts(writer), desc=stage.name, unit=" prompts", smoothing=0.05,
+                   disable=not self.state.is_main_process) as progress):
+            for index in claims.shards(writer.missing_shards, first=self.state.process_index):
                 prompts = stage.prompts[writer.prompt_range(index)]
                 shard = self._rows(stage, prompts, index, progress)
                 num_rejected += num_rejected_in(shard.skipped)
                 check_rejected_share(num_rejected, len(stage.prompts), shard.skipped, self.config)
-                writer.write(index, shard.rows, shard.skipped)
+                if not writer.path(index).exists():
+                    writer.write(index, shard.rows, shard.skipped)
+                progress.n = progress.total - _num_prompts(writer)  # with what the others have made
+                progress.refresh()
 
     def _rows(self, stage: Stage, prompts: Sequence[Prompt], shard: int, progress: tqdm) -> ShardRows:
         """What the prompts of one shard become.
@@ -193,6 +196,12 @@ def rows_per_shard(num_prompts: int, *, at_most: int) -> int:
     Depends on the number of prompts, not of ranks, which must not decide what is in a file.
     """
     return min(at_most, max(-(-num_prompts // MIN_SHARDS), SMALLEST_SHARD))
+
+
+def _num_prompts(writer: ShardWriter) -> int:
+    """Prompts of the missing shards."""
+    ranges = map(writer.prompt_range, writer.missing_shards())
+    return sum(prompts.stop - prompts.start for prompts in ranges)
 
 
 def num_rejected_in(skipped: Sequence[Skipped]) -> int:

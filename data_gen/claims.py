@@ -1,0 +1,132 @@
+"""Who makes which shard: workers that share nothing but a file system take shards as they have time for them.
+
+A claim is a file that only one worker can create. Its worker touches it while it lives; a claim that nobody touches is
+taken away. Two workers may still make one shard (a claim taken from a worker that was only suspended, say): both make
+the same rows, and a shard appears whole, so that costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+HEARTBEAT_S = 5.0
+LEASE_S = 120.0  # without a heartbeat; workers of the same host are missed at once
+POLL_S = 1.0
+
+
+class Claims:
+    """The claims of one worker on the shards of one folder; its heartbeat runs as long as the context.
+
+    Staleness is measured with this worker's own clock, from when it saw the claim last change: the clocks of the hosts
+    need not agree.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._held: set[Path] = set()
+        self._seen: dict[Path, tuple[int, float]] = {}  # when the file was touched, and when we saw that first
+        self._over = threading.Event()
+        self._heart = threading.Thread(target=self._beat, daemon=True)
+
+    def __enter__(self) -> Claims:
+        self._heart.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._heart.join()
+        for path in self._held:
+            path.unlink(missing_ok=True)
+        if error is None:  # nothing is missing any more: what is left was claimed by workers that died
+            for path in self.folder.glob(".shard-*.claim"):
+                path.unlink(missing_ok=True)
+
+    def shards(self, missing: Callable[[], list[int]], *, first: int = 0) -> Iterator[int]:
+        """Shards for this worker to make, one after another, until none is missing.
+
+        Waits for the shards that others are making, and takes over those whose worker is dead.
+
+        Args:
+            missing: the shards that are not there yet.
+            first: where in the list of missing shards to look first; workers that look in different places meet less.
+        """
+        while indices := missing():
+            start = first % len(indices)
+            for index in indices[start:] + indices[:start]:
+                if self._take(index):
+                    break
+            else:
+                time.sleep(POLL_S)
+                continue
+            if index in missing():  # somebody may have finished it between our two looks
+                yield index
+            self._release(index)
+
+    def _path(self, index: int) -> Path:
+        return self.folder / f".shard-{index:05d}.claim"
+
+    def _take(self, index: int) -> bool:
+        path = self._path(index)
+        try:
+            with path.open("x") as file:
+                file.write(f"{socket.gethostname()} {os.getpid()}")
+        except FileExistsError:
+            if self._is_abandoned(path):
+                self._bury(path)
+            return False  # whoever is first next time
+        self._held.add(path)
+        return True
+
+    def _release(self, index: int) -> None:
+        path = self._path(index)
+        self._held.discard(path)
+        path.unlink(missing_ok=True)
+
+    def _is_abandoned(self, path: Path) -> bool:
+        try:
+            host, _, process_id = path.read_text().rpartition(" ")
+            touched = path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+        if host == socket.gethostname() and process_id.isdigit() and not _is_running(int(process_id)):
+            return True
+        before, since = self._seen.get(path, (None, 0.0))
+        if before != touched:
+            self._seen[path] = (touched, time.monotonic())
+            return False
+        return time.monotonic() - since > LEASE_S
+
+    def _bury(self, path: Path) -> None:
+        grave = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            path.rename(grave)  # one of those who try succeeds
+        except FileNotFoundError:
+            return
+        grave.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        while not self._over.wait(HEARTBEAT_S):
+            for path in tuple(self._held):
+                try:
+                    os.utime(path)
+                except FileNotFoundError:
+                    continue  # released just now, or taken from us; the shard is made all the same
+
+
+def _is_running(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

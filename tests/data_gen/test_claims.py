@@ -1,0 +1,96 @@
+"""Workers that share a folder make every shard, wait for each other, and take over what the dead have left."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from data_gen import claims as claims_module
+from data_gen.claims import Claims
+from tests.data_gen.runs import ENVIRONMENT
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(claims_module, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(claims_module, "LEASE_S", 0.5)
+    monkeypatch.setattr(claims_module, "POLL_S", 0.01)
+
+
+def missing_of(folder, count):
+    return lambda: [index for index in range(count) if not (folder / f"{index}").exists()]
+
+
+def work(folder, count, *, first=0, seconds=0.0) -> list[int]:
+    """Make what is missing; returns what this worker made."""
+    made = []
+    with Claims(folder) as claims:
+        for index in claims.shards(missing_of(folder, count), first=first):
+            time.sleep(seconds)
+            (folder / f"{index}").touch()
+            made.append(index)
+    return made
+
+
+def test_one_worker_makes_all_and_leaves_no_claim(tmp_path):
+    assert sorted(work(tmp_path, 5, first=3)) == list(range(5))
+    assert work(tmp_path, 5) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(index) for index in range(5)]
+
+
+def test_a_slow_worker_does_not_hold_the_fast_ones(tmp_path):
+    made: dict[str, list[int]] = {}
+    threads = [threading.Thread(target=lambda name=name, first=first, seconds=seconds: made.update(
+        {name: work(tmp_path, 20, first=first, seconds=seconds)}))
+        for first, (name, seconds) in enumerate({"slow": 1.0, "fast": 0.005, "also fast": 0.005}.items())]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(made["slow"] + made["fast"] + made["also fast"]) == list(range(20)), "each shard once"
+    assert 1 <= len(made["slow"]) < 10
+
+
+def test_what_a_killed_worker_had_claimed_is_taken_over(tmp_path):
+    code = ("from pathlib import Path; from data_gen.claims import Claims; import time\n"
+            f"with Claims(Path({str(tmp_path)!r})) as claims:\n"
+            "    for index in claims.shards(lambda: [0, 1]): print(index, flush=True); time.sleep(60)\n")
+    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    assert worker.stdout.readline() == "0\n"
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    assert (tmp_path / ".shard-00000.claim").read_text() == f"{socket.gethostname()} {worker.pid}"
+    assert sorted(work(tmp_path, 2)) == [0, 1]
+
+
+def test_a_claim_of_another_host_holds_while_it_is_touched_and_no_longer(tmp_path):
+    claim = tmp_path / ".shard-00000.claim"
+    claim.write_text("elsewhere 1")
+    over = threading.Event()
+
+    def heart():
+        while not over.wait(0.05):
+            os.utime(claim)
+
+    beating = threading.Thread(target=heart)
+    beating.start()
+    worker = threading.Thread(target=work, args=(tmp_path, 2))
+    worker.start()
+    time.sleep(1.5)  # three leases
+    assert (tmp_path / "1").exists() and not (tmp_path / "0").exists()
+    over.set()
+    beating.join()
+    worker.join(timeout=20)
+    assert (tmp_path / "0").exists()
+
+
+def test_a_worker_that_fails_gives_its_claim_back(tmp_path):
+    with pytest.raises(RuntimeError), Claims(tmp_path) as claims:
+        for _ in claims.shards(missing_of(tmp_path, 2)):
+            raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
