@@ -29,7 +29,7 @@ HEADS = ("full", "speculative")
 SELECTIONS = ("tile", "exact")
 QUANTIZATIONS = ("fp8", "int8")
 LOSSES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid")
-ENGINES = ("transformers", "openai")
+ENGINES = ("transformers", "vllm", "openai")
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3")
 
 _SET_IT = "choose an experiment (+experiment=NAME) or set it (key=value)"

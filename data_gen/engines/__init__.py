@@ -10,12 +10,13 @@ from data_gen.engines.base import Completion, Engine, Rejected, SamplingParams
 from data_gen.engines.continuous_engine import ContinuousEngine
 from data_gen.engines.openai_engine import OpenAIEngine, Reach
 from data_gen.engines.transformers_engine import TransformersEngine
+from data_gen.engines.vllm_engine import VllmEngine
 from specvocab_model.config import Config
 from specvocab_model.target import Target
 from specvocab_model.target_spec import load_spec_and_tokenizer
 
 __all__ = ["Completion", "ContinuousEngine", "Engine", "OpenAIEngine", "Reach", "Rejected", "SamplingParams",
-           "TransformersEngine", "build_engine"]
+           "TransformersEngine", "VllmEngine", "build_engine"]
 
 CPU_BATCH_TOKENS = 65536
 CACHE_SHARE = 0.4  # the rest is for prompts being read, logits, and whoever else is on the card
@@ -66,4 +67,13 @@ def _openai(config: Config, device: torch.device) -> Engine:
     )
 
 
-ENGINES = {"transformers": _transformers, "openai": _openai}
+def _vllm(config: Config, device: torch.device) -> Engine:
+    if device.type == "cuda":  # of several processes on a host, each has one GPU; vLLM starts a process of its own
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device.index or 0]
+    spec, _ = load_spec_and_tokenizer(config.target)
+    max_context = config.generation.max_prompt_tokens + config.generation.max_new_tokens
+    return VllmEngine(config.target, vocab_size=spec.vocab_size, max_context=max_context)
+
+
+ENGINES = {"transformers": _transformers, "vllm": _vllm, "openai": _openai}
