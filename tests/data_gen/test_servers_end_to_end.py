@@ -19,7 +19,7 @@ from specvocab_model.config import ConfigError, TargetConfig
 from specvocab_model.target import Target
 from tests.data_gen.runs import ENVIRONMENT, FOLDERS, MAIN, contents, overrides, run_here, write_inputs
 from tests.data_gen.servers.completions import MODEL_NAME, completion_server
-from tests.data_gen.servers.faulty_proxy import ANSWERS, BREAKAGES, FaultyProxy
+from tests.data_gen.servers.faulty_proxy import ANSWERS, BREAKAGES, FaultyProxy, free_port
 from tests.tiny import EOS_IDS, PAD_ID, TOKENIZER_LENGTH, random_model, save_target, tiny_target_config
 
 VLLM = os.environ.get("SPECVOCAB_TEST_VLLM") or shutil.which("vllm")
@@ -110,9 +110,7 @@ def openai_engine(target: Target, url: str, model: str) -> OpenAIEngine:
 def test_vllm_serve_writes_what_the_target_writes(wide_target):
     shared = [37 * place % 256 for place in range(500)]  # two prompts that prefix caching takes for one at first
     prompts = [[1 + number, 50, 7 * number % 256, 99] for number in range(10)] + [[*shared, 1, 2], [*shared, 3, 4]]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [VLLM, "serve", wide_target.spec.name, "--served-model-name", MODEL_NAME, "--host", "127.0.0.1",
                "--port", str(port), "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"]
     with program(command, {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}, port) as url:
@@ -126,14 +124,16 @@ def test_vllm_serve_writes_what_the_target_writes(wide_target):
 @pytest.mark.slow
 @pytest.mark.skipif(TRANSFORMERS is None, reason="SPECVOCAB_TEST_TRANSFORMERS_SERVE names no `transformers` program "
                                                  "of an environment with transformers[serving]")
-def test_transformers_serve_is_refused_because_it_gives_no_ids(wide_target):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [TRANSFORMERS, "serve", wide_target.spec.name, "--host", "127.0.0.1", "--port", str(port)]
-    with program(command, {"HF_HUB_OFFLINE": "1"}, port) as url, pytest.raises(
-            ConfigError, match=r"cannot continue token ids \(HTTP 400: .*prompt must be a string"):
-        openai_engine(wide_target, url, f"{wide_target.spec.name}")
+def test_transformers_serve_is_refused_because_it_takes_no_ids(wide_target, tmp_path):
+    repository = tmp_path / "hub" / "models--tiny--wide"  # it lists the hub's cache, and nothing else
+    shutil.copytree(wide_target.spec.name, repository / "snapshots" / "0")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0")
+    port = free_port()
+    command = [TRANSFORMERS, "serve", "tiny/wide", "--host", "127.0.0.1", "--port", str(port)]
+    with program(command, {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}, port) as url, pytest.raises(
+            ConfigError, match=r"cannot continue token ids \(HTTP 422: .*Unexpected fields.*return_token_ids"):
+        openai_engine(wide_target, url, "tiny/wide")
 
 
 @pytest.mark.skipif(VLLM is not None, reason="vLLM is installed")

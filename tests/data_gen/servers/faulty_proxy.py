@@ -121,7 +121,7 @@ class FaultyProxy:
         self.faults = iter(faults)
         self.num_asked = self.in_flight = self.most_in_flight = 0
         self._lock = threading.Lock()
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self._server: _Server | None = None
 
     @property
@@ -171,7 +171,7 @@ class FaultyProxy:
                 self.in_flight -= 1
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
