@@ -299,13 +299,16 @@ class TrainerConfig:
     validate_every: int = 500
     save_every: int = 500
     keep_checkpoints: int = 2
+    keep_best: bool = True  # also the checkpoint with the best simulated tau on the validation data
     resume: bool = True
+    skip_non_finite: int = 0  # optimizer steps of a run whose loss or gradient may be not finite; they change nothing
 
     def __post_init__(self) -> None:
         for name in ("num_epochs", "micro_batch_size", "gradient_accumulation_steps", "loss_memory_mib",
                      "log_every", "validate_every", "save_every", "keep_checkpoints"):
             _at_least(f"trainer.{name}", getattr(self, name), 1)
         _at_least("trainer.max_steps", self.max_steps, 1)
+        _at_least("trainer.skip_non_finite", self.skip_non_finite, 0)
         _at_least("trainer.aux_weight", self.aux_weight, 0)
         if not 0 < self.temperature < math.inf:
             raise ConfigError(f"trainer.temperature={self.temperature} must be positive and finite")
@@ -347,9 +350,15 @@ class DistributedConfig:
 
     strategy: str = "single"
     cpu: bool = False  # train on the CPU even where a GPU is visible
+    shard_target: bool = False  # the ranks of a node share out the target's layers: for one that a card cannot hold
+    timeout_s: int = 1800  # a rank that is waited for longer has hung, and the others stop
 
     def __post_init__(self) -> None:
         _one_of("distributed.strategy", self.strategy, STRATEGIES)
+        _at_least("distributed.timeout_s", self.timeout_s, 1)
+        if self.shard_target and self.strategy == "single":
+            raise ConfigError("distributed.shard_target=true needs several ranks but distributed.strategy=single; "
+                              "choose distributed=ddp or distributed=zero2")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -451,6 +460,12 @@ class Config:
         if self.data.features_path is not None and self.trainer.cache_target:
             raise ConfigError(f"trainer.cache_target=true remembers what the target says, but with data.features_path="
                               f"{self.data.features_path!r} it is not asked; set trainer.cache_target=false")
+        if self.data.features_path is not None and self.distributed.shard_target:
+            raise ConfigError(f"distributed.shard_target=true shares out a target's layers, but with "
+                              f"data.features_path={self.data.features_path!r} none are loaded; switch it off")
+        if self.trainer.cache_target and self.distributed.shard_target:
+            raise ConfigError("trainer.cache_target=true runs the target on each rank when it is needed there, but "
+                              "distributed.shard_target=true needs all ranks to run it together; switch one off")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed={self.seed} must lie between 0 and 2**32 - 1, as numpy's does")
 

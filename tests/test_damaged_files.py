@@ -171,6 +171,9 @@ def test_a_damaged_training_result(file: str, name: str, target: Path, tmp_path:
 
 # ---- checkpoints of training ----
 
+CHECKPOINT_FILES = ("manifest.json", "state.json", "model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors",
+                    "rng.pt")
+
 
 @pytest.fixture(scope="module")
 def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
@@ -182,20 +185,19 @@ def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[s
 
 
 @pytest.mark.parametrize(("file", "name"), cases(
-    ("latest", "step-1/state.json", "step-1/model.safetensors", "step-1/optimizer.bin", "step-1/random_states_0.pkl"),
-    ("latest", "missing"),  # then there is no checkpoint
+    tuple(f"step-1/{file}" for file in CHECKPOINT_FILES),
 ))
 def test_a_damaged_checkpoint(file: str, name: str, checkpointed: tuple[Path, list[str]], tmp_path: Path) -> None:
     original = checkpointed[0] / "run/checkpoints"
     identity = json.loads((original / "step-1/state.json").read_text())["identity"]
     folder = Path(shutil.copytree(original, tmp_path / "checkpoints"))
     damage(folder / file, name)
-    checkpoints = Checkpoints(tmp_path, Accelerator(cpu=True), keep=1, identity=identity)
-    assert_refused(checkpoints.restore, folder / file)
+    checkpoints = Checkpoints(tmp_path, Accelerator(cpu=True), keep=1, keep_best=False, identity=identity)
+    assert_refused(checkpoints.find, folder / file)
 
 
 def test_the_checkpoint_itself_is_whole(checkpointed: tuple[Path, list[str]]) -> None:
     root, settings = checkpointed
     assert build_run(config_of(settings)).state.step == 1
     names = {path.name for path in (root / "run/checkpoints/step-1").iterdir()}
-    assert names == {"state.json", "model.safetensors", "optimizer.bin", "random_states_0.pkl"}
+    assert names == set(CHECKPOINT_FILES)

@@ -29,6 +29,7 @@ from specvocab_model.target import Target
 from specvocab_model.unroll import UnrollPlan, plan_unroll
 from train.checkpoint import Checkpoints, TrainState, run_identity
 from train.launch import build_accelerator
+from train.memory import MemoryEstimate, describe_step, resident_bytes
 from train.metrics import FlopsModel, IntervalMeter, peak_flops
 from train.optim import Updater, build_optimizer
 from train.packing import (
@@ -39,6 +40,7 @@ from train.packing import (
     check_rows,
     step_loader,
 )
+from train.sharded_target import load_sharded
 from train.target_outputs import TargetOutputs
 from train.tracking import Tracker
 
@@ -120,23 +122,33 @@ def build_run(config: Config) -> Run:
     """
     accelerator = build_accelerator(config)
     set_seed(config.seed)
-    target = Target.load(config.target, device=accelerator.device, feature_layers=config.draft.feature_layers,
-                         decoder=config.data.features_path is None)
-    target_outputs = TargetOutputs(target, keep=config.trainer.cache_target)
+    target = load_target(config, accelerator)
+    target_outputs = TargetOutputs(target, keep=config.trainer.cache_target, together=config.distributed.shard_target)
     data_sha256 = hashlib.sha256((Path(config.data.train_path) / MANIFEST_FILE).read_bytes()).hexdigest()
     checkpoints = build_checkpoints(config, accelerator, target, data_sha256)
+    resume_from = checkpoints.find() if config.trainer.resume else None
+    if resume_from is None:
+        checkpoints.discard()
     train_data, train_pieces = open_data(config, accelerator, target, training=True)
-    states = None if checkpoints.exist() else calibration_states(config, train_data, train_pieces, target_outputs)
+    states = None if resume_from else calibration_states(config, train_data, train_pieces, target_outputs)
     model = build_model(config, accelerator, target, states)
+    if resume_from is not None and accelerator.is_main_process:
+        checkpoints.load_weights(resume_from, model)
+    synchronise(model)
+    estimate = MemoryEstimate.of(config, model, resident_bytes(target, config), accelerator.num_processes)
     flops_model, peak = FlopsModel.of(target, model), peak_flops(accelerator.device)
     prepared, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
-    state = checkpoints.restore() if checkpoints.exist() else TrainState()
+    updater = Updater(accelerator, prepared, optimizer, config.optim.max_grad_norm)
+    state = TrainState() if resume_from is None else checkpoints.restore(resume_from, updater)
 
     train_loader, sampler = build_loader(config, accelerator, train_data, train_pieces, training=True)
     validation_data = open_data(config, accelerator, target, training=False)
     validation_loader, _ = build_loader(config, accelerator, *validation_data, training=False)
     total_steps = config.trainer.max_steps or config.trainer.num_epochs * sampler.steps_per_epoch
     sampler.first_step, sampler.num_steps = state.step, total_steps
+    if accelerator.is_main_process:
+        print(describe_step(config, accelerator.num_processes, sampler.steps_per_epoch, total_steps))
+        print(estimate.describe(accelerator.device), flush=True)
     tracker = build_tracker(config, accelerator, state, target, data_sha256)
     return Run(
         config=config,
@@ -145,7 +157,7 @@ def build_run(config: Config) -> Run:
         target_outputs=target_outputs,
         model=prepared,
         objective=build_objective(config, target),
-        updater=Updater(accelerator, prepared, optimizer, config.optim.max_grad_norm),
+        updater=updater,
         train_loader=train_loader,
         validation_loader=validation_loader,
         steps_per_epoch=sampler.steps_per_epoch,
@@ -158,37 +170,45 @@ def build_run(config: Config) -> Run:
     )
 
 
+def load_target(config: Config, accelerator: Accelerator) -> Target:
+    if config.distributed.shard_target:
+        return load_sharded(config.target, accelerator, config.draft.feature_layers)
+    return Target.load(config.target, device=accelerator.device, feature_layers=config.draft.feature_layers,
+                       decoder=config.data.features_path is None)
+
+
 def build_checkpoints(config: Config, accelerator: Accelerator, target: Target, data_sha256: str) -> Checkpoints:
-    """The run's checkpoints. Where there is none to resume from, or none is wanted, the run starts from nothing."""
     identity = run_identity(config, world_size=accelerator.num_processes, device_type=accelerator.device.type,
                             target_fingerprint=target.spec.fingerprint, data_sha256=data_sha256)
-    checkpoints = Checkpoints(Path(config.output_dir), accelerator, keep=config.trainer.keep_checkpoints,
-                              identity=identity)
-    if not (config.trainer.resume and checkpoints.exist()):
-        checkpoints.discard()
-    return checkpoints
+    return Checkpoints(Path(config.output_dir), accelerator, keep=config.trainer.keep_checkpoints,
+                       keep_best=config.trainer.keep_best, identity=identity)
 
 
 def build_model(
     config: Config, accelerator: Accelerator, target: Target, states: Iterator[Tensor] | None
 ) -> SpecVocabDraft:
-    """The draft in fp32 on the device, equal on all ranks; its forward runs under ``trainer.mixed_precision``.
+    """The draft in fp32 on the device; its forward runs under ``trainer.mixed_precision``.
 
     Args:
         states: of ``calibration_states``, for setting the speculator as ``head.init`` says; None where a checkpoint
-            follows.
+            follows. Rank 0 sets it; the others only where a sharded target needs them to compute the states.
     """
     model = SpecVocabDraft.build(target.spec, config.draft, config.head).to(accelerator.device)
-    if states is not None and model.speculator is not None and accelerator.is_main_process:
+    computes = accelerator.is_main_process or config.distributed.shard_target
+    if states is not None and model.speculator is not None and computes:
         generator = torch.Generator(accelerator.device).manual_seed(config.seed)
         model.speculator.initialise(config.head.init, target.lm_head_weight, states, generator)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(broadcast(parameter.data))
     # Inside the module, because DeepSpeed's engine switches off an autocast that surrounds it.
     autocast = torch.autocast(accelerator.device.type, torch.bfloat16, enabled=config.trainer.mixed_precision == "bf16")
     model.forward = autocast(model.forward)  # type: ignore[method-assign]
     return model
+
+
+@torch.no_grad()
+def synchronise(model: SpecVocabDraft) -> None:
+    """Rank 0's weights on all ranks."""
+    for parameter in model.parameters():
+        parameter.copy_(broadcast(parameter.data))
 
 
 def build_objective(config: Config, target: Target) -> Objective:

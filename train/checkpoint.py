@@ -1,52 +1,77 @@
 """Checkpoints to resume from, and the final weights that ``scripts/export.py`` reads.
 
-    output_dir/checkpoints/step-120/   weights, optimizer state and RNG of every rank (accelerate), state.json
-    output_dir/checkpoints/latest      name of the newest complete one
+    output_dir/checkpoints/step-120/   model.safetensors             the fp32 weights, by name
+                                       exp_avg(_sq).safetensors      Adam's moments, by the weights' names
+                                       rng.pt                        random state of every rank
+                                       state.json                    step, tracker's run, best metric, settings
+                                       manifest.json                 SHA-256 of every file above
+    output_dir/checkpoints/latest      name of the newest one
     output_dir/final/                  model.safetensors (fp32; draft.*, speculator.*), training.json
 
-A checkpoint is written under another name and renamed when all of it is on the disk, so a run killed at any time leaves
-the one before intact.
+Nothing in a checkpoint depends on how the run was distributed: it resumes on another number of ranks and under another
+strategy. Rank 0 writes all of it under another name, flushes it to the disk and renames it, so a run killed at any time
+leaves the one before intact. All ranks must see ``output_dir``.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
+import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from safetensors.torch import save_file
-from torch import nn
+from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from specvocab_model.config import Config, ConfigError
 from specvocab_model.files import read_json, require_fields, sha256
+from train.optim import MOMENTS, Updater
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
+MANIFEST_FILE = "manifest.json"
+RNG_FILE = "rng.pt"
 LATEST_FILE = "latest"
 MODEL_FILE = "model.safetensors"
 TRAINING_FILE = "training.json"
 
 # What may differ between the run that wrote a checkpoint and the one that resumes: it does not touch the numbers, or
-# (loss_memory_mib, so that a run that was out of memory can go on) only the order of sums. The target and the data are
-# compared by content, not by path, and the device by what it is, not by how it was asked for.
+# (loss_memory_mib, how rows are shared out) only the order of sums. The target and the data are compared by content,
+# not by path, and the device by what it is, not by how it was asked for.
 FREE_SETTINGS = (
     "action", "inspect", "run_name", "output_dir", "target.model", "target.chat_template_kwargs", "data.train_path",
     "data.validation_path", "data.features_path", "data.num_workers", "generation.", "tracking.", "eval.", "sweep.",
-    "distributed.cpu", "trainer.resume", "trainer.log_every", "trainer.validate_every", "trainer.save_every",
-    "trainer.keep_checkpoints", "trainer.loss_memory_mib", "head.quantization",
+    "distributed.", "trainer.micro_batch_size", "trainer.gradient_accumulation_steps", "trainer.resume",
+    "trainer.log_every", "trainer.validate_every", "trainer.save_every", "trainer.keep_", "trainer.loss_memory_mib",
+    "trainer.skip_non_finite", "head.quantization",
 )
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written; the ones before are intact."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
-    """What a run remembers besides weights, optimizer and RNG. The loader's position is the step itself."""
+    """What a run remembers besides weights, moments and RNG. The loader's position is the step itself."""
 
     step: int = 0
+    skipped_steps: int = 0  # of these, the ones that changed nothing, because a loss or gradient was not finite
+    validated_step: int = 0  # the last one after which the validation data were measured
+    best_tau: float = 0.0  # simulated acceptance length under the candidates, on the validation data
+    best_step: int = 0
     tracker_run_id: str | None = None
 
 
@@ -55,8 +80,10 @@ def run_identity(
 ) -> dict[str, Any]:
     """Everything that decides the numbers of a run, flat: a checkpoint is resumed only by the same."""
     settings = {key: value for key, value in flatten(asdict(config)) if not key.startswith(FREE_SETTINGS)}
-    return {**settings, "number of ranks": world_size, "device": device_type,
-            "target fingerprint": target_fingerprint, "training data sha256": data_sha256}
+    rows = world_size * config.trainer.micro_batch_size * config.trainer.gradient_accumulation_steps
+    return {**settings, "device": device_type, "target fingerprint": target_fingerprint,
+            "training data sha256": data_sha256,
+            "rows a step (ranks * trainer.micro_batch_size * trainer.gradient_accumulation_steps)": rows}
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -73,44 +100,59 @@ class Checkpoints:
     Args:
         output_dir: of the run, seen by all ranks.
         keep: number of newest checkpoints to keep.
+        keep_best: also keep that of ``TrainState.best_step``.
         identity: of ``run_identity``.
     """
 
-    def __init__(self, output_dir: Path, accelerator: Accelerator, *, keep: int, identity: dict[str, Any]) -> None:
+    def __init__(
+        self, output_dir: Path, accelerator: Accelerator, *, keep: int, keep_best: bool, identity: dict[str, Any]
+    ) -> None:
         self.folder = output_dir / "checkpoints"
         self.final = output_dir / "final"
         self.accelerator = accelerator
         self.keep = keep
+        self.keep_best = keep_best
         self.identity = identity
+        self.newest_step = 0
 
-    def save(self, state: TrainState) -> None:
-        """Write a complete checkpoint; called by all ranks."""
-        accelerator = self.accelerator
+    # Saving.
+
+    def save(self, state: TrainState, updater: Updater) -> None:
+        """Write a complete checkpoint; called by all ranks.
+
+        Raises:
+            CheckpointError: on all ranks, if rank 0 could not write (a full disk, above all). What it wrote is removed.
+        """
         partial = self.folder / f".partial-step-{state.step}"
-        if accelerator.is_main_process:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        accelerator.wait_for_everyone()
-        accelerator.save_state(str(partial))
-        if accelerator.is_main_process:
-            parts = sorted(path for path in partial.rglob("*") if path.is_file())
-            digests = {str(path.relative_to(partial)): sha256(path) for path in parts}
-            content = {"state": asdict(state), "identity": self.identity, "sha256": digests}
-            (partial / STATE_FILE).write_text(json.dumps(content, indent=2))
-        accelerator.wait_for_everyone()
-        if accelerator.is_local_main_process:
-            _flush_tree(partial)
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            self._publish(partial, state.step)
-        accelerator.wait_for_everyone()
+        writer = _Writer(partial) if self.accelerator.is_main_process else None
+        for file, content in self._contents(state, updater):
+            if writer is not None:
+                writer.write(file, content)
+        if writer is not None:
+            writer.attempt(lambda: self._publish(partial, state))
+        problem = broadcast_object_list([None if writer is None else writer.problem])[0]
+        if problem is not None:
+            raise CheckpointError(f"the checkpoint of step {state.step} could not be written to {self.folder} "
+                                  f"({problem}); those before it are intact: make room, then start the same command")
+        self.newest_step = state.step
 
-    def _publish(self, partial: Path, step: int) -> None:
+    def _contents(self, state: TrainState, updater: Updater) -> Iterator[tuple[str, Any]]:
+        """Files and what they hold, one after the other to spare memory; every ``next`` is called by all ranks."""
+        yield MODEL_FILE, updater.gather_weights()
+        if state.step > state.skipped_steps:
+            for key in MOMENTS:
+                yield f"{key}.safetensors", updater.gather_moment(key)
+        yield RNG_FILE, gather_object([_random_state(self.accelerator.device)])
+        yield STATE_FILE, {"state": asdict(state), "identity": self.identity}
+
+    def _publish(self, partial: Path, state: TrainState) -> None:
         """Make ``partial`` the newest checkpoint, then remove the ones that are not kept.
 
-        Of a later step than ``step`` none is: ``latest`` did not point there, or this run would have begun there.
+        Of a later step than ``state.step`` none is: this run would have begun there, had it been whole.
         """
-        name = f"step-{step}"
+        name = f"step-{state.step}"
+        write_manifest(partial)
+        _flush_tree(partial)
         shutil.rmtree(self.folder / name, ignore_errors=True)
         partial.rename(self.folder / name)
         pointer = self.folder / f".{LATEST_FILE}.partial"
@@ -118,26 +160,64 @@ class Checkpoints:
         _flush(pointer)
         os.replace(pointer, self.folder / LATEST_FILE)
         _flush(self.folder)
+        complete = self._by_step()
+        kept = set(sorted(step for step in complete if step <= state.step)[-self.keep :])
+        if self.keep_best:
+            kept.add(state.best_step)
+        for step in complete.keys() - kept:
+            shutil.rmtree(complete[step])
+
+    def _by_step(self) -> dict[int, Path]:
         names = ((path, path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
-        complete = {int(number): path for path, number in names if number.isdecimal()}  # a user's copy is kept
-        kept = sorted(number for number in complete if number <= step)[-self.keep :]
-        for number in complete.keys() - kept:
-            shutil.rmtree(complete[number])
+        return {int(number): path for path, number in names if number.isdecimal()}  # a user's copy is none of them
 
-    def exist(self) -> bool:
-        """Whether there is one to resume from."""
-        return (self.folder / LATEST_FILE).exists()
+    # Resuming.
 
-    def restore(self) -> TrainState:
-        """Load the newest checkpoint into the prepared model and optimizer, and the RNG of this rank.
+    def find(self) -> Path | None:
+        """The newest whole checkpoint, the same on all ranks; None if there never was one.
 
         Raises:
-            ConfigError: it was written by a run with other settings, data, target or number of ranks, or a part of it
-                is missing or damaged.
+            ConfigError: there are some, but all are damaged; or it was written by a run with other settings, data or
+                target.
         """
-        folder = self._newest()
-        content = self._read_state(folder)
-        then, now = content["identity"], self.identity
+        found: list[Any] = [None, None]
+        if self.accelerator.is_main_process:
+            try:
+                found[0] = self._newest_whole()
+            except ConfigError as error:
+                found[1] = str(error)
+        folder, problem = broadcast_object_list(found)
+        if problem is not None:
+            raise ConfigError(problem)
+        return folder
+
+    def _newest_whole(self) -> Path | None:
+        if not self.folder.exists():
+            return None
+        by_step = self._by_step()
+        candidates = [by_step[step] for step in sorted(by_step, reverse=True)]
+        pointer = self.folder / LATEST_FILE
+        if pointer.exists():  # what came after it was never finished
+            named = self.folder / pointer.read_text(encoding="utf-8", errors="replace").strip("\0\n ")
+            candidates = candidates[candidates.index(named) :] if named in candidates else candidates
+        damages: list[str] = []
+        for folder in candidates:
+            try:
+                check_whole(folder)
+            except ConfigError as error:
+                damages.append(str(error))
+                continue
+            for damage in damages:
+                logger.warning("%s: resuming from %s", damage, folder)
+            self._check_identity(folder)
+            return folder
+        if damages or pointer.exists():
+            raise ConfigError(f"no checkpoint in {self.folder} is whole ({'; '.join(damages) or 'none is there'}); "
+                              "start over with trainer.resume=false")
+        return None
+
+    def _check_identity(self, folder: Path) -> None:
+        then, now = json.loads((folder / STATE_FILE).read_text())["identity"], self.identity
         differences = [
             f"{key}: {then.get(key)!r} then, {now.get(key)!r} now"
             for key in sorted({*then, *now}) if then.get(key) != now.get(key)
@@ -147,27 +227,22 @@ class Checkpoints:
                 f"{folder} was written by another configuration ({'; '.join(differences)}); restore these settings, "
                 "choose another run_name, or start over with trainer.resume=false"
             )
-        for name, digest in content.get("sha256", {}).items():  # older checkpoints do not have it
-            if not (folder / name).is_file() or sha256(folder / name) != digest:
-                raise ConfigError(f"{folder / name} is missing or damaged; {self._go_back()}")
-        self.accelerator.load_state(str(folder))
-        return TrainState(**content["state"])
 
-    def _newest(self) -> Path:
-        name = (self.folder / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
-        if name not in (path.name for path in self.folder.iterdir() if path.is_dir()):
-            raise ConfigError(f"{self.folder / LATEST_FILE} names {name!r}, which is not there; {self._go_back()}")
-        return self.folder / name
+    def load_weights(self, folder: Path, model: nn.Module) -> None:
+        """Into the model of this rank, before it is prepared."""
+        model.load_state_dict(load_file(folder / MODEL_FILE))
 
-    def _read_state(self, folder: Path) -> dict[str, Any]:
-        path = folder / STATE_FILE
-        content = read_json(path, self._go_back())
-        require_fields(content, {"state": dict, "identity": dict}, path, self._go_back())
-        return content
-
-    def _go_back(self) -> str:
-        return (f"write the name of another checkpoint into {self.folder / LATEST_FILE} to go on from that one, or "
-                "start over with trainer.resume=false")
+    def restore(self, folder: Path, updater: Updater) -> TrainState:
+        """Adam's moments into the prepared optimizer, and this rank's random state; called by all ranks."""
+        state = TrainState(**json.loads((folder / STATE_FILE).read_text())["state"])
+        if state.step > state.skipped_steps:
+            files = {key: safe_open(folder / f"{key}.safetensors", "pt") for key in MOMENTS}
+            updater.load_moments(lambda key, name: files[key].get_tensor(name), state.step - state.skipped_steps)
+        random_states = torch.load(folder / RNG_FILE, weights_only=True)
+        if self.accelerator.process_index < len(random_states):  # a rank that was not there keeps that of its seed
+            _set_random_state(random_states[self.accelerator.process_index], self.accelerator.device)
+        self.newest_step = state.step
+        return state
 
     def discard(self) -> None:
         """Forget an earlier run of this name: checkpoints and result, which would pass for the result of this one."""
@@ -177,27 +252,113 @@ class Checkpoints:
         self.accelerator.wait_for_everyone()
 
 
-def save_final(folder: Path, accelerator: Accelerator, model: nn.Module, training: dict[str, Any]) -> None:
+class _Writer:
+    """Writes the files of one checkpoint into a new folder. After the first failure it does nothing but remember it:
+    the other ranks are in the middle of a collective, and must be told when it is over."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.problem: str | None = None
+        self.attempt(lambda: _new_folder(folder))
+
+    def write(self, file: str, content: Any) -> None:
+        path = self.folder / file
+        if path.suffix == ".safetensors":
+            self.attempt(lambda: save_file(content, path, metadata={"format": "pt"}))
+        elif path.suffix == ".pt":
+            self.attempt(lambda: _save_pickle(content, path))
+        else:
+            self.attempt(lambda: path.write_text(json.dumps(content, indent=2)))
+
+    def attempt(self, action: Callable[[], Any]) -> None:
+        if self.problem is not None:
+            return
+        try:
+            action()
+        except (OSError, SafetensorError) as error:
+            self.problem = str(error)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def save_final(folder: Path, accelerator: Accelerator, updater: Updater, training: dict[str, Any]) -> None:
     """Write the consolidated fp32 weights and what is known about the run; called by all ranks.
 
     Args:
-        model: prepared by ``accelerator``; ZeRO-3 gathers its partitions here.
         training: content of ``training.json``: ``step``, ``metrics``, ``config``, ``git_commit``,
             ``data_manifest_sha256``, ``target_fingerprint``.
+
+    Raises:
+        CheckpointError: on all ranks, if rank 0 could not write.
     """
-    weights = accelerator.get_state_dict(model)
+    weights, problem = updater.gather_weights(), None
     if accelerator.is_main_process:
         partial = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        on_cpu = {name: tensor.to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
-        save_file(on_cpu, partial / MODEL_FILE, metadata={"format": "pt"})
-        record = training | {"model_sha256": sha256(partial / MODEL_FILE)}
-        (partial / TRAINING_FILE).write_text(json.dumps(record, indent=2))
-        _flush_tree(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    accelerator.wait_for_everyone()
+        writer = _Writer(partial)
+        writer.write(MODEL_FILE, weights)
+        writer.attempt(lambda: training.update(model_sha256=sha256(partial / MODEL_FILE)))
+        writer.write(TRAINING_FILE, training)
+        writer.attempt(lambda: _replace(partial, folder))
+        problem = writer.problem
+    problem = broadcast_object_list([problem])[0]
+    if problem is not None:
+        raise CheckpointError(f"the result could not be written to {folder} ({problem}); the checkpoints are intact: "
+                              "make room, then start the same command")
+
+
+def write_manifest(folder: Path) -> None:
+    """SHA-256 of every file in ``folder``."""
+    digests = {path.name: sha256(path) for path in sorted(folder.iterdir())}
+    (folder / MANIFEST_FILE).write_text(json.dumps(digests, indent=2))
+
+
+def check_whole(folder: Path) -> None:
+    """See that a checkpoint is as it was written; reads all of it.
+
+    Raises:
+        ConfigError: naming the first file that is not.
+    """
+    path, consequence = folder / MANIFEST_FILE, "this checkpoint cannot be used"
+    digests = read_json(path, consequence)
+    require_fields(digests, dict.fromkeys((STATE_FILE, MODEL_FILE, RNG_FILE), str), path, consequence)
+    for name, digest in digests.items():
+        if not (folder / name).is_file() or sha256(folder / name) != digest:
+            raise ConfigError(f"{folder / name} is missing or damaged; {consequence}")
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    of_numpy: Any = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (of_numpy[0], of_numpy[1].tolist(), *of_numpy[2:]),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _save_pickle(content: list[dict[str, Tensor]], path: Path) -> None:
+    buffer = io.BytesIO()  # kilobytes; into a file, torch.save reports a full disk as a RuntimeError
+    torch.save(content, buffer)
+    path.write_bytes(buffer.getvalue())
+
+
+def _new_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _replace(partial: Path, folder: Path) -> None:
+    _flush_tree(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    _flush(folder.parent)
 
 
 def _flush_tree(folder: Path) -> None:

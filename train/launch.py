@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from transformers.integrations import unset_hf_deepspeed_config
 
 from specvocab_model.config import Config, ConfigError
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+REDUCE_BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's default, ten times as much, takes more memory than most drafts
 
 
 def build_accelerator(config: Config) -> Accelerator:
@@ -29,13 +31,16 @@ def build_accelerator(config: Config) -> Accelerator:
     if config.distributed.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed takes any GPU that it sees
     use_cpu = not torch.cuda.is_available()
+    timeout = timedelta(seconds=config.distributed.timeout_s)
     if config.distributed.strategy not in ZERO_STAGES:
-        return Accelerator(cpu=use_cpu, mixed_precision="no")  # autocast is set up in build.py
+        buckets = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # else gradients exist twice
+        return Accelerator(cpu=use_cpu, mixed_precision="no",  # autocast is set up in build.py
+                           kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout), buckets])
     if use_cpu:
         check_extension_path(Path(torch.__file__).parent)
     _single_process_defaults()
     # accelerate finds no backend on a CPU without cpu=True, and with it no DeepSpeed: each rank would train alone.
-    handlers = [InitProcessGroupKwargs(backend="gloo")] if use_cpu else []
+    handlers = [InitProcessGroupKwargs(backend="gloo" if use_cpu else "nccl", timeout=timeout)]
     plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(config), zero3_init_flag=False)
     accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="no", kwargs_handlers=handlers)
     # Else transformers would partition the frozen target with ZeRO-3 as it loads it.
@@ -57,7 +62,8 @@ def check_extension_path(torch_folder: Path) -> None:
 def deepspeed_config(config: Config) -> dict[str, Any]:
     """DeepSpeed's own configuration: fp32 parameters and gradients; bf16 is autocast inside the model's forward."""
     stage = ZERO_STAGES[config.distributed.strategy]
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": torch.cuda.is_available()}
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": torch.cuda.is_available(),
+                            "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS}
     if stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True  # gathers in the parameters' own type: fp32
         if not torch.cuda.is_available():
@@ -93,13 +99,20 @@ def check_launch(config: Config, environ: Mapping[str, str]) -> None:
         raise ConfigError("accelerate launch was told to start several processes but, seeing no GPU, started one; "
                           "start them with `torchrun --nproc_per_node=N train/main.py ...` (if it was told of "
                           "one only, unset MASTER_ADDR)")
-    if environ.get("ACCELERATE_USE_FSDP", "false") == "true":
-        raise ConfigError(f"the launcher says --use_fsdp but distributed.strategy={strategy}; drop the flag")
+    for variable, flag in (("ACCELERATE_USE_FSDP", "--use_fsdp"), ("ACCELERATE_USE_MEGATRON_LM", "--use_megatron_lm"),
+                           ("ACCELERATE_USE_PARALLELISM_CONFIG", "--use_parallelism_config")):
+        if environ.get(variable, "false") == "true":
+            raise ConfigError(f"the launcher says {flag} (or its configuration file does) but distributed.strategy="
+                              f"{strategy}; drop it")
     if environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true" and strategy not in ZERO_STAGES:
         raise ConfigError(
-            f"the launcher says --use_deepspeed but distributed.strategy={strategy}; "
-            "choose distributed=zero1, zero2 or zero3, or drop the flag"
+            f"the launcher says --use_deepspeed (or its configuration file does) but distributed.strategy={strategy}; "
+            "choose distributed=zero1, zero2 or zero3, or drop it"
         )
+    if environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" and not config.distributed.cpu \
+            and torch.cuda.is_available():
+        raise ConfigError("the launcher says --cpu (or its configuration file does) but distributed.cpu=false, and a "
+                          "GPU is visible; set distributed.cpu=true, or drop it")
     for variable, flag, key, value in (
         ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "--zero_stage", "distributed.strategy", strategy),
         ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "--deepspeed_config_file", "distributed.strategy", strategy),
@@ -110,12 +123,14 @@ def check_launch(config: Config, environ: Mapping[str, str]) -> None:
          "trainer.gradient_accumulation_steps", str(config.trainer.gradient_accumulation_steps)),
         ("ACCELERATE_GRADIENT_CLIPPING", "--gradient_clipping", "optim.max_grad_norm", str(config.optim.max_grad_norm)),
         ("ACCELERATE_MIXED_PRECISION", "--mixed_precision", "trainer.mixed_precision", config.trainer.mixed_precision),
+        ("ACCELERATE_DYNAMO_BACKEND", "--dynamo_backend", "distributed.strategy", strategy),  # nothing here compiles
     ):
         given = environ.get(variable, "none")
-        unsaid = given in ("none", "no")  # what the launcher writes when the user gave no flag
+        unsaid = given.lower() in ("none", "no")  # what the launcher writes when the user gave no flag
         agrees = given == (str(ZERO_STAGES.get(strategy)) if flag == "--zero_stage" else value)
         if not (unsaid or agrees):
-            raise ConfigError(f"the launcher says {flag} {given} but {key}={value}; set {key} and drop the flag")
+            raise ConfigError(f"the launcher says {flag} {given} (or its configuration file does) but {key}={value}; "
+                              f"set {key} and drop it there")
 
 
 def _single_process_defaults() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -19,6 +19,7 @@ from train.checkpoint import save_final
 from train.metrics import peak_memory_gib
 from train.optim import learning_rate
 from train.packing import PADDING_DOCUMENT, Batch
+from train.preemption import EXIT_PREEMPTED, Preempted, requested
 from train.validation import validate
 
 if TYPE_CHECKING:
@@ -26,7 +27,17 @@ if TYPE_CHECKING:
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient that is not finite; the weights of this step are not saved."""
+    """A loss or gradient that is not finite; it has changed nothing."""
+
+
+class StepTotals(NamedTuple):
+    """What one optimizer step holds, over all ranks and micro-batches."""
+
+    valid: Tensor  # int64 [S], valid positions of each unroll step
+    tokens: int  # without padding
+    unrolled: int  # positions
+    slots: int  # of tokens, with padding
+    ranks_to_stop: int  # that were sent a signal
 
 
 def train(run: Run) -> None:
@@ -34,22 +45,43 @@ def train(run: Run) -> None:
 
     Raises:
         NonFiniteError: on all ranks at the same step.
+        Preempted: on all ranks, when a checkpoint of the last whole step has been written.
+        CheckpointError: on all ranks.
     """
+    try:
+        validation = train_steps(run) or validate(run)[0]
+    except Preempted:
+        if run.state.step > run.checkpoints.newest_step:
+            run.checkpoints.save(run.state, run.updater)
+        run.tracker.finish(exit_code=EXIT_PREEMPTED)
+        run.accelerator.wait_for_everyone()  # a launcher ends the other ranks as soon as one is gone
+        raise
+    save_final(run.checkpoints.final, run.accelerator, run.updater, run.record(validation))
+    if run.config.tracking.log_artifact:
+        run.tracker.log_artifact(run.checkpoints.final)
+    run.tracker.finish()
+
+
+def train_steps(run: Run) -> dict[str, float]:
+    """All optimizer steps that are left; returns the metrics of the last validation."""
     config, state, meter = run.config, run.state, run.meter
-    validation: dict[str, float] = {}
     progress = tqdm(total=run.total_steps, initial=state.step, unit="step", disable=None if run.is_main else True)
     run.model.train()
+    validation = validate_if_due(run)  # what a signal broke off
     meter.restart_clock()
     for micro_batches in run.train_loader:
+        plans = [run.plan(batch) for batch in micro_batches]
+        totals = step_totals(run, micro_batches, plans)
+        if totals.ranks_to_stop:
+            raise Preempted
         state.step += 1
         lr = learning_rate(state.step, run.total_steps, config.optim)
         is_last = state.step == run.total_steps
         should_log = is_last or state.step % config.trainer.log_every == 0
 
         # Step: every unroll step's mean is over all its valid positions, of all ranks and micro-batches.
-        plans = [run.plan(batch) for batch in micro_batches]
-        counts, num_tokens, num_unrolled, num_slots = count_positions(run, micro_batches, plans)
-        means_over = counts if config.trainer.loss_normalization == "valid" else torch.full_like(counts, num_slots)
+        per_valid = config.trainer.loss_normalization == "valid"
+        means_over = totals.valid if per_valid else torch.full_like(totals.valid, totals.slots)
         weights = step_weights(run.objective, means_over).to(run.accelerator.device)
         losses: list[Tensor] = []
         sums = AcceptanceSums.zeros(run.num_unroll_steps, run.accelerator.device)
@@ -61,13 +93,14 @@ def train(run: Run) -> None:
             sums = sums if output.sums is None else sums + output.sums
         grad_norm = run.updater.step(lr)
         objective = float(run.accelerator.reduce(torch.stack(losses).sum(), "sum"))
-        if not (math.isfinite(objective) and math.isfinite(grad_norm)):
-            raise non_finite_error(run, micro_batches, losses, objective, grad_norm)
-        meter.update(objective, num_tokens, num_unrolled, counts)
         progress.update()
+        if math.isfinite(objective) and math.isfinite(grad_norm):
+            meter.update(objective, totals.tokens, totals.unrolled, totals.valid)
+        else:
+            skip_or_stop(run, micro_batches, losses, objective, grad_norm)
 
         # Log.
-        if should_log:
+        if should_log and meter.steps:
             total = AcceptanceSums.unstack(run.accelerator.reduce(sums.stack(), "sum"))
             metrics = {f"train/{name}": value for name, value in summarise(total).items()}
             metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm, "epoch": state.step / run.steps_per_epoch}
@@ -76,41 +109,46 @@ def train(run: Run) -> None:
             report(run, progress_line(run, metrics))
 
         # Validate.
-        if is_last or state.step % config.trainer.validate_every == 0:
-            validation, samples = validate(run)
-            run.tracker.log({f"validation/{name}": value for name, value in validation.items()}, state.step)
-            run.tracker.log_samples(samples, state.step)
-            report(run, validation_line(run, validation))
+        if measured := validate_if_due(run):
+            validation = measured
             meter.restart_clock()
 
         # Save.
-        if is_last or state.step % config.trainer.save_every == 0:
-            run.checkpoints.save(state)
+        is_best = config.trainer.keep_best and state.best_step == state.step
+        if is_last or is_best or state.step % config.trainer.save_every == 0:
+            run.checkpoints.save(state, run.updater)
             meter.restart_clock()
     progress.close()
-
-    # Stop.
-    validation = validation or validate(run)[0]
-    save_final(run.checkpoints.final, run.accelerator, run.model, run.record(validation))
-    if config.tracking.log_artifact:
-        run.tracker.log_artifact(run.checkpoints.final)
-    run.tracker.finish()
+    return validation
 
 
-def count_positions(run: Run, micro_batches: list[Batch], plans: list[UnrollPlan]) -> tuple[Tensor, int, int, int]:
-    """Totals of one optimizer step over all ranks.
+def validate_if_due(run: Run) -> dict[str, float]:
+    """Measure the validation data where this step asks for it and it has not been done; its metrics, or none."""
+    state = run.state
+    is_due = state.step == run.total_steps or state.step % run.config.trainer.validate_every == 0
+    if not is_due or state.validated_step == state.step:
+        return {}
+    metrics, samples = validate(run)
+    state.validated_step = state.step
+    if metrics["simulated_tau/candidates"] > state.best_tau:
+        state.best_tau, state.best_step = metrics["simulated_tau/candidates"], state.step
+    run.tracker.log({f"validation/{name}": value for name, value in metrics.items()}, state.step)
+    run.tracker.log_samples(samples, state.step)
+    report(run, validation_line(run, metrics))
+    return metrics
 
-    Returns:
-        Valid positions of each unroll step, int64 [S]; tokens without padding; unrolled positions; token slots.
-    """
-    counts = torch.zeros(run.num_unroll_steps + 3, dtype=torch.int64)
+
+def step_totals(run: Run, micro_batches: list[Batch], plans: list[UnrollPlan]) -> StepTotals:
+    """Count one optimizer step's positions, and the ranks that were asked to stop, in one sum over all ranks."""
+    counts = torch.zeros(run.num_unroll_steps + 4, dtype=torch.int64)
     for batch, plan in zip(micro_batches, plans, strict=True):
-        counts[:-3] += plan.rows.valid.sum(1)
-        counts[-3] += (batch.document_ids != PADDING_DOCUMENT).sum()
-        counts[-2] += len(plan.unrolled.index)
-        counts[-1] += batch.num_slots
+        counts[:-4] += plan.rows.valid.sum(1)
+        counts[-4] += (batch.document_ids != PADDING_DOCUMENT).sum()
+        counts[-3] += len(plan.unrolled.index)
+        counts[-2] += batch.num_slots
+    counts[-1] = requested()
     counts = run.accelerator.reduce(counts.to(run.accelerator.device), "sum").cpu()
-    return counts[:-3], int(counts[-3]), int(counts[-2]), int(counts[-1])
+    return StepTotals(counts[:-4], *counts[-4:].tolist())
 
 
 def highest_peak_memory(run: Run) -> float:
@@ -119,23 +157,30 @@ def highest_peak_memory(run: Run) -> float:
     return float(run.accelerator.gather(own).max())
 
 
-def non_finite_error(
+def skip_or_stop(
     run: Run, micro_batches: list[Batch], losses: list[Tensor], objective: float, grad_norm: float
-) -> NonFiniteError:
+) -> None:
     """Name the ranks and data set rows that a loss or gradient that is not finite came from.
 
     Both numbers are global, so all ranks decide alike; where every loss is finite, all rows of the step are suspects.
+
+    Raises:
+        NonFiniteError: the run has skipped as many steps as it may.
     """
+    state, limit = run.state, run.config.trainer.skip_non_finite
     own = [(run.accelerator.process_index, bool(torch.isfinite(loss)), batch.row_ids)
            for loss, batch in zip(losses, micro_batches, strict=True)]
     everyone = gather_object(own)
     suspects = [entry for entry in everyone if not entry[1]] or everyone
     ranks = sorted({rank for rank, _, _ in suspects})
     rows = [row for _, _, row_ids in suspects for row in row_ids]
-    return NonFiniteError(
-        f"step {run.state.step}: loss {objective}, gradient norm {grad_norm}; on ranks {ranks}, "
-        f"rows {', '.join(rows)}. Lower optim.lr or look at these rows; the last checkpoint is from before this step"
-    )
+    found = (f"step {state.step}: loss {objective}, gradient norm {grad_norm}; on ranks {ranks}, "
+             f"rows {', '.join(rows)}. ")
+    if state.skipped_steps == limit:
+        raise NonFiniteError(f"{found}Lower optim.lr or look at these rows; the last checkpoint is from before this "
+                             f"step (trainer.skip_non_finite={limit} such steps may be skipped)")
+    state.skipped_steps += 1
+    report(run, f"{found}Skipped, {state.skipped_steps} of at most {limit}")
 
 
 def report(run: Run, line: str) -> None:

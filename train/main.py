@@ -2,6 +2,9 @@
 
     accelerate launch train/main.py +experiment=qwen3_8b
     python train/main.py +experiment=quickstart
+
+Exit codes: 0 finished; 1 failed; 2 the configuration cannot run; 75 stopped by SIGTERM or SIGUSR1 with a checkpoint
+written, so the same command goes on. (Launchers of several ranks exit with 1 whatever a rank's code is, and print it.)
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from specvocab_model.config import Config, ConfigError
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.target_spec import load_spec_and_tokenizer
 from train.build import build_run
-from train.loop import NonFiniteError, train
+from train.checkpoint import CheckpointError
+from train.loop import NonFiniteError, report, train
+from train.preemption import EXIT_PREEMPTED, Preempted, listen
 
 
 @hydra_main
@@ -32,12 +37,16 @@ def main(config: Config) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     check_inputs(config)
     with exclusive(Path(config.output_dir, "train.lock")):
+        listen()
         run = build_run(config)
         try:
             train(run)
-        except NonFiniteError as error:
+        except (NonFiniteError, CheckpointError) as error:
             run.tracker.finish(exit_code=1)
             sys.exit(f"error: {error}")
+        except Preempted:
+            report(run, f"stopped by a signal after step {run.state.step}; start the same command to go on")
+            sys.exit(EXIT_PREEMPTED)
         run.accelerator.end_training()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,6 +14,8 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from specvocab_model.config import OptimConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's own names for them
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
@@ -64,6 +67,8 @@ class Updater:
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm
         self.deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        if self.deepspeed:  # left to its first step, ZeRO-1 and -2 find the moments of the first group alone
+            self._create_state(num_updates=0)
 
     def micro_step(self, *, last: bool) -> AbstractContextManager:
         """Context of one forward and backward; gradients are exchanged in the ``last`` of a step."""
@@ -73,21 +78,96 @@ class Updater:
         return nullcontext() if last else self.accelerator.no_sync(self.model)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss``, a scalar of the local micro-batch."""
-        loss = loss * self.accelerator.num_processes
+        """Add the gradient of ``loss``, a scalar of the local micro-batch.
+
+        A loss that is not finite makes the gradient NaN, whatever its derivative: so the norm tells ``step`` of both.
+        """
+        loss = loss * torch.where(loss.detach().isfinite(), float(self.accelerator.num_processes), math.nan)
         if self.deepspeed:
             self.model.backward(loss)
         else:
             loss.backward()
 
     def step(self, lr: float) -> float:
-        """Clip, update, clear. Returns the global gradient norm before clipping; equal on all ranks."""
+        """Clip, update, clear. Returns the global gradient norm before clipping; equal on all ranks.
+
+        Where it is not finite, weights and moments stay as they were.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        if self.deepspeed:  # clips by its own config, see launch.deepspeed_config
+        if self.deepspeed:  # clips by its own config, see launch.deepspeed_config, and skips what is not finite
             self.model.step()
             return float(self.model.get_global_grad_norm())
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-        self.optimizer.step()
+        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm))
+        if math.isfinite(norm):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        return norm
+
+    def gather_weights(self) -> dict[str, Tensor]:
+        """All weights by name, whole, on the CPU of rank 0; empty elsewhere. Called by all ranks."""
+        weights = self.accelerator.get_state_dict(self.model)
+        if not self.accelerator.is_main_process:
+            return {}
+        return {name: weight.to("cpu", torch.float32).contiguous() for name, weight in weights.items()}
+
+    def gather_moment(self, key: str) -> dict[str, Tensor]:
+        """``key`` of ``MOMENTS`` by parameter name, as ``gather_weights``. At least one update must have been made."""
+        moments = {}
+        for name, parameter in self._named_parameters():
+            moment = self._moment(parameter, key)
+            if self.accelerator.is_main_process:
+                moments[name] = moment.cpu()
+        return moments
+
+    def load_moments(self, read: Callable[[str, str], Tensor], num_updates: int) -> None:
+        """Continue as if this optimizer had made ``num_updates`` updates; called by all ranks.
+
+        Args:
+            read: gives the whole tensor of a key of ``MOMENTS`` and a parameter's name.
+        """
+        self._create_state(num_updates)
+        for name, parameter in self._named_parameters():
+            for key in MOMENTS:
+                self._set_moment(parameter, key, read(key, name).to(parameter.device))
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.accelerator.unwrap_model(self.model).named_parameters())
+
+    def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        if self.deepspeed:
+            from deepspeed.utils import safe_get_full_optimizer_state
+
+            return safe_get_full_optimizer_state(parameter, key)
+        return self.optimizer.state[parameter][key]
+
+    def _set_moment(self, parameter: Any, key: str, value: Tensor) -> None:
+        if not self.deepspeed:
+            self.optimizer.state[parameter][key].copy_(value)
+        elif self.model.zero_optimization_stage() < 3:
+            from deepspeed.utils import safe_set_full_optimizer_state
+
+            safe_set_full_optimizer_state(parameter, value, key)
+        else:  # the function above refuses parameters that do not divide by the number of ranks
+            from deepspeed.utils import safe_set_local_optimizer_state
+
+            size = parameter.ds_tensor.numel()
+            padded = nn.functional.pad(value.flatten(), (0, size * self.accelerator.num_processes - value.numel()))
+            own = padded.narrow(0, size * self.accelerator.process_index, size)
+            safe_set_local_optimizer_state(parameter, own, key)
+
+    def _create_state(self, num_updates: int) -> None:
+        """What AdamW creates in its first step, for the tensors that it updates: under ZeRO, flat partitions."""
+        inner = self.optimizer.optimizer
+        tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
+        if self.deepspeed:
+            zero, inner = inner, inner.optimizer
+            stage3 = self.model.zero_optimization_stage() == 3
+            tensors = zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups
+        fused = inner.defaults["fused"]
+        for tensor in tensors:
+            step = torch.tensor(float(num_updates), device=tensor.device if fused else "cpu")
+            inner.state[tensor] = {"step": step} | {key: torch.zeros_like(tensor) for key in MOMENTS}
+        if self.deepspeed and not stage3:
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()  # what it does itself after its first step

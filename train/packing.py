@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data_gen.features import FeatureStore
 from specvocab_model.config import ConfigError
+from train.preemption import ignore_in_worker
 
 if TYPE_CHECKING:
     from datasets import Dataset as Rows
@@ -233,5 +234,6 @@ def step_loader(dataset: PackedDataset, sampler: StepSampler, *, num_workers: in
         batch_size=None,
         num_workers=num_workers,
         pin_memory=pin_memory,
+        worker_init_fn=ignore_in_worker,
         generator=torch.Generator(),  # else the loader draws from the global one, and a resumed run would differ
     )

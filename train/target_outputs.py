@@ -19,10 +19,12 @@ class TargetOutputs:
 
     Args:
         keep: remember every document's outputs. Takes 4 hidden states a token, where the target is.
+        together: the target is sharded, so all ranks must run it equally often: on whole rows everywhere.
     """
 
-    def __init__(self, target: Target, *, keep: bool = False) -> None:
+    def __init__(self, target: Target, *, keep: bool = False, together: bool = False) -> None:
         self.target = target
+        self.together = together
         self.keep = keep
         self.kept: dict[bytes, TargetOutput] = {}  # by the document's tokens
 
@@ -35,7 +37,7 @@ class TargetOutputs:
         if on_device.features is not None:
             assert on_device.final_hidden is not None
             return TargetOutput(on_device.features, on_device.final_hidden, None)
-        if self.keep or self.target.device.type == "cpu":
+        if self.keep or (self.target.device.type == "cpu" and not self.together):
             return self._by_document(batch)
         return self.target.forward(on_device.input_ids, position_ids=on_device.position_ids)
 

@@ -13,7 +13,7 @@ import html
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -223,21 +223,27 @@ class Tracker:
         return next((backend.run_id for backend in self.backends if backend.run_id), None)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        for backend in self.backends:
-            backend.log(metrics, step)
+        self._on_each(lambda backend: backend.log(metrics, step))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Drafted texts; none are no entry."""
-        for backend in self.backends if samples else ():
-            backend.log_samples(samples, step)
+        if samples:
+            self._on_each(lambda backend: backend.log_samples(samples, step))
 
     def log_artifact(self, folder: Path) -> None:
         """Hand a folder of results to the service."""
-        for backend in self.backends:
-            backend.log_artifact(folder)
+        self._on_each(lambda backend: backend.log_artifact(folder))
 
     def finish(self, exit_code: int = 0) -> None:
         """Close everything; 0 says that the run came to its end. Once only."""
-        backends, self.backends = self.backends, []
-        for backend in backends:
-            backend.finish(exit_code)
+        self._on_each(lambda backend: backend.finish(exit_code))
+        self.backends = []
+
+    def _on_each(self, action: Callable[[Backend], None]) -> None:
+        """A scheduler that stops a job signals all its processes, and W&B's own ends at once: training needs it not."""
+        for backend in list(self.backends):
+            try:
+                action(backend)
+            except ConnectionError as error:
+                logger.warning("W&B's process is gone (%s); a resumed run sends what it had not written yet", error)
+                self.backends.remove(backend)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specvocab_model.acceptance import AcceptanceSums, summarise
+from train.preemption import Preempted, requested
 from train.samples import Sample, make_samples
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ def validate(run: Run) -> tuple[dict[str, float], list[Sample]]:
 
     Positions are summed, not means averaged, so ranks with fewer rows or none in the last micro-batch count for
     exactly what they hold.
+
+    Raises:
+        Preempted: on all ranks, between two micro-batches.
     """
     num_samples = run.config.tracking.num_samples
     samples: list[Sample] | None = None if num_samples else []
@@ -26,6 +30,9 @@ def validate(run: Run) -> tuple[dict[str, float], list[Sample]]:
     unweighted = torch.ones(run.num_unroll_steps, device=run.accelerator.device)
     run.model.eval()
     for micro_batches in run.validation_loader:
+        if any_rank_must_stop(run):
+            run.model.train()
+            raise Preempted
         for batch in micro_batches:
             plan = run.plan(batch)
             output = run.forward(batch, plan, unweighted, collect=True, collect_drafts=samples is None)
@@ -38,3 +45,7 @@ def validate(run: Run) -> tuple[dict[str, float], list[Sample]]:
     run.model.train()
     total = run.accelerator.reduce(sums.stack(), "sum")
     return summarise(AcceptanceSums.unstack(total)), samples or []
+
+
+def any_rank_must_stop(run: Run) -> bool:
+    return bool(run.accelerator.reduce(torch.tensor(int(requested()), device=run.accelerator.device), "sum"))

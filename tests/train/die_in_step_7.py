@@ -1,4 +1,4 @@
-"""train/main.py, except that every rank dies before it updates the weights of step 7, as if the machine went away."""
+"""train/main.py, except that rank 1 dies before it updates the weights of step 7, as if its machine went away."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ learning_rate = loop.learning_rate
 
 
 def dying(step: int, *args) -> float:
-    if step == 7:
+    if step == 7 and os.environ["RANK"] == "1":
         os._exit(1)
     return learning_rate(step, *args)
 

@@ -14,6 +14,7 @@ from data_gen.shards import Row, ShardWriter
 from specvocab_model.config import CONFIG_DIR, Config, parse_config, register_schemas
 from specvocab_model.target import load_spec
 from tests.tiny import EOS_IDS, tiny_target_config, tiny_target_folder
+from train.build import Run, build_run
 
 SEQ_LEN = 48
 RARE_TOKEN = 250  # appears in one document only
@@ -35,6 +36,17 @@ def write_experiment(root: Path) -> Path:
     _write(root / "train", rows, spec)
     held_out = [_row(index, int(length), rng) for index, length in enumerate(rng.integers(8, 40, size=7))]
     _write(root / "validation", held_out, spec)
+    return root
+
+
+def write_uneven_experiment(root: Path, valid: tuple[int, ...]) -> Path:
+    """As ``write_experiment``; every training row fills a packed row of its own, with that many valid positions."""
+    spec = load_spec(tiny_target_config(tiny_target_folder(root / "target", "qwen3"), "qwen3"))
+    rng = np.random.default_rng(1)
+    rows = [_row(index, 400, rng, supervised=list(range(400 - count, 400)) or [1])
+            for index, count in enumerate(valid)]
+    _write(root / "train", rows, spec)
+    _write(root / "validation", rows[1:], spec)
     return root
 
 
@@ -64,7 +76,7 @@ def overrides(root: Path, run_name: str, *changes: str) -> list[str]:
         "target.model": root / "target",
         "target.dtype": "float32",
         "draft.num_unroll_steps": 3,
-        "head.rank": 6,
+        "head.rank": 5,  # vocab_proj then has an odd number of weights: ranks cannot share them out evenly
         "head.num_candidates": 64,
         "head.calibration_tokens": 150,
         "data.train_path": root / "train",
@@ -88,6 +100,10 @@ def config_of(arguments: list[str]) -> Config:
     register_schemas()
     with initialize_config_dir(CONFIG_DIR, version_base="1.3"):
         return parse_config(compose("config", arguments))
+
+
+def run_of(root: Path, name: str, *changes: str) -> Run:
+    return build_run(config_of(overrides(root, name, *changes)))
 
 
 def logged(root: Path, run_name: str, *names: str) -> list[list[float]]:

@@ -1,12 +1,8 @@
-"""Two real ranks on the CPU, started as users start them, against one rank with twice the accumulation."""
+"""Real ranks on the CPU, started as users start them, against one rank that accumulates as many rows."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -15,41 +11,30 @@ import pytest
 from scripts.export import export
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.target import load_spec
-from tests.train.runs import config_of, final_weights, largest_difference, logged, overrides
+from tests.train.count_collectives import poison_step_2
+from tests.train.launching import (
+    Job,
+    accelerate_deepspeed,
+    free_port,
+    launch,
+    needs_compiler,
+    python,
+    torchrun,
+)
+from tests.train.runs import (
+    config_of,
+    final_weights,
+    largest_difference,
+    logged,
+    overrides,
+    run_of,
+    write_uneven_experiment,
+)
+from train.loop import train
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 NUMBERS = ("train/objective", "optim/grad_norm", "optim/lr", "train/loss", "train/simulated_tau/candidates")
 TWO_RANKS = "trainer.gradient_accumulation_steps=2"  # the reference accumulates 4 on its one rank
-TIMEOUT_S = 400  # DeepSpeed compiles an extension the first time
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed on the CPU compiles an extension")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def launch(
-    launcher: list[str], arguments: list[str], script: str = "train/main.py"
-) -> subprocess.CompletedProcess[str]:
-    """Run a script under a launcher from the repository root, as in the README."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "PYTEST_"))}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environ.pop(name, None)  # a DeepSpeed run in this process may have left them
-    environ["OMP_NUM_THREADS"] = "1"
-    return subprocess.run([sys.executable, "-m", *launcher, script, *arguments], cwd=REPOSITORY, env=environ,
-                          capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-
-
-def torchrun() -> list[str]:
-    return ["torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
-
-
-def accelerate_deepspeed() -> list[str]:
-    return ["accelerate.commands.launch", "--use_deepspeed", "--num_processes=2", "--num_machines=1",
-            "--mixed_precision=no", "--dynamo_backend=no", f"--main_process_port={free_port()}"]
+FOUR_RANKS = "trainer.gradient_accumulation_steps=1"
 
 
 def assert_same_training(root: Path, name: str, reference: str) -> None:
@@ -59,33 +44,72 @@ def assert_same_training(root: Path, name: str, reference: str) -> None:
     assert largest_difference(final_weights(root, name), final_weights(root, reference)) < 3e-4
 
 
-def test_two_ddp_ranks_train_as_one(root, reference):
-    """Uneven counts, a micro-batch without valid positions on one rank, and an empty one in the last group."""
-    finished = launch(torchrun(), overrides(root, "ddp", TWO_RANKS, "distributed=ddp"))
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    assert finished.stdout.count("step 1/") == 1  # one voice
+def test_four_ddp_ranks_train_as_one(root, reference):
+    """Uneven counts, micro-batches without valid positions on some ranks, and empty ones in the last group."""
+    job = launch(root / "logs", overrides(root, "ddp", FOUR_RANKS, "distributed=ddp"), torchrun(4))
+    assert job.process.returncode == 0, job.stderr[-3000:]
+    assert job.stdout.count("step 1/") == 1  # one voice
+    assert "ddp: 4 ranks x 1 micro-batches x 1 rows of 48 tokens = 4 rows, 192 tokens a step;" in job.stdout
+    assert "memory of a rank, estimated: parameters 0.0, optimizer 0.0" in job.stdout
     assert_same_training(root, "ddp", reference)
 
 
 @needs_compiler
-def test_two_zero2_ranks_that_die_and_resume_train_as_one(root, reference):
-    arguments = overrides(root, "zero2", TWO_RANKS, "distributed=zero2")
-    died = launch(accelerate_deepspeed(), arguments, script="tests/train/die_in_step_7.py")
-    assert died.returncode != 0 and not (root / "zero2" / "final").exists()
-    assert (root / "zero2" / "checkpoints" / "latest").read_text() == "step-4", died.stderr[-3000:]
-    resumed = launch(accelerate_deepspeed(), arguments)
-    assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert "step 4/" not in resumed.stdout and resumed.stdout.count("step 5/") == 1
-    assert_same_training(root, "zero2", reference)
+@pytest.mark.slow
+def test_two_zero2_ranks_of_which_one_dies_go_on_as_zero3_and_then_as_one_rank(root, reference):
+    """A checkpoint belongs to no strategy and no number of ranks; the data order is that of the steps."""
+    arguments = overrides(root, "moving", TWO_RANKS)
+    died = launch(root / "logs", [*arguments, "distributed=zero2"],
+                  accelerate_deepspeed(script="tests/train/die_in_step_7.py"))
+    assert died.process.returncode != 0 and not (root / "moving" / "final").exists()
+    assert (root / "moving" / "checkpoints" / "latest").read_text() == "step-4", died.stderr[-3000:]
 
-    config = config_of(arguments)
+    job = Job(root / "logs", [*arguments, "distributed=zero3"], accelerate_deepspeed())
+    job.wait_until(lambda: "step 5/" in job.stdout)
+    job.rank(1).send_signal(signal.SIGTERM)
+    assert job.wait() != 0 and "exitcode  : 75" in job.stderr, job.stderr[-3000:]
+    assert "step 4/" not in job.stdout and "stopped by a signal after step " in job.stdout
+
+    config = config_of(overrides(root, "moving"))
+    run = run_of(root, "moving")
+    assert 5 <= run.state.step < run.total_steps
+    train(run)
+    assert_same_training(root, "moving", reference)
     exported = SpecVocabDraft.from_pretrained(export(config), target_spec=load_spec(config.target))
-    assert largest_difference(exported.state_dict(), final_weights(root, "zero2")) == 0.0
+    assert largest_difference(exported.state_dict(), final_weights(root, "moving")) == 0.0
 
 
 @needs_compiler
 @pytest.mark.slow
-def test_two_zero3_ranks_train_as_one(root, reference):
-    finished = launch(accelerate_deepspeed(), overrides(root, "zero3", TWO_RANKS, "distributed=zero3"))
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    assert_same_training(root, "zero3", reference)
+def test_zero3_ranks_with_0_64_and_320_valid_tokens_and_a_sharded_target(tmp_path):
+    """They run the same collectives in the same order, and train as one rank that holds the whole target; also when
+    a gradient of rank 2 is not finite, and all skip the step."""
+    root = write_uneven_experiment(tmp_path, valid=(0, 64, 320))
+    changes = ("data.seq_len=400", "trainer.num_epochs=4", "trainer.skip_non_finite=1")
+    one = run_of(root, "one", *changes, "trainer.gradient_accumulation_steps=3")
+    poison_step_2(one.updater, micro_batch=2)
+    train(one)
+    job = launch(root / "logs", overrides(root, "three", *changes, "trainer.gradient_accumulation_steps=1",
+                                          "distributed=zero3", "distributed.shard_target=true"),
+                 accelerate_deepspeed(3, script="tests/train/count_collectives.py"), FOLDER=str(tmp_path))
+    assert job.process.returncode == 0, job.stderr[-3000:]
+    assert "gradient norm inf; on ranks [0, 1, 2], rows row-" in job.stdout  # every loss is finite: all are suspects
+    assert "Skipped, 1 of at most 1" in job.stdout and one.state.skipped_steps == 1
+    assert_same_training(root, "three", "one")
+    of_ranks = [(tmp_path / f"collectives-{rank}").read_text() for rank in range(3)]
+    assert of_ranks[0] == of_ranks[1] == of_ranks[2] and of_ranks[0].count("all_gather_into_tensor") > 20
+
+
+def test_a_rank_that_hangs_ends_the_others_in_bounded_time(root):
+    """Without a launcher, which would end them: the process group's own timeout does."""
+    port = str(free_port())
+    arguments = overrides(root, "hanging", TWO_RANKS, "distributed=ddp", "distributed.timeout_s=3",
+                          "trainer.num_epochs=1000", "trainer.validate_every=1000", "trainer.save_every=1000")
+    jobs = [Job(root / "logs", arguments, python("train/main.py"), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(2)]
+    jobs[0].wait_until(lambda: "step 2/" in jobs[0].stdout)
+    jobs[1].process.send_signal(signal.SIGSTOP)
+    assert jobs[0].wait() not in (0, 75)
+    assert "timed out" in jobs[0].stderr.lower(), jobs[0].stderr[-3000:]
+    jobs[1].process.kill()
+    jobs[1].wait()

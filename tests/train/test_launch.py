@@ -33,6 +33,9 @@ def config(strategy: str) -> Config:
                                                                     "optim.max_grad_norm=0.5"]),
     ("ddp", {"WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "fp16"}, ["--mixed_precision fp16",
                                                                         "trainer.mixed_precision=bf16"]),
+    ("ddp", {"ACCELERATE_USE_MEGATRON_LM": "true"}, ["--use_megatron_lm", "distributed.strategy=ddp"]),
+    ("ddp", {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, ["--use_parallelism_config", "distributed.strategy=ddp"]),
+    ("single", {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, ["--dynamo_backend INDUCTOR", "distributed.strategy=single"]),
 ])
 def test_a_contradiction_is_refused_naming_both(strategy, environ, named):
     with pytest.raises(ConfigError) as refused:
@@ -42,7 +45,7 @@ def test_a_contradiction_is_refused_naming_both(strategy, environ, named):
 
 @pytest.mark.parametrize(("strategy", "environ"), [
     ("single", {}),
-    ("single", {"WORLD_SIZE": "1", "ACCELERATE_MIXED_PRECISION": "no"}),
+    ("single", {"WORLD_SIZE": "1", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}),
     ("single", {"MASTER_ADDR": "node-0"}),  # plain python where a cluster sets it for everybody
     ("ddp", {"WORLD_SIZE": "8", "MASTER_ADDR": "node-0", "ACCELERATE_MIXED_PRECISION": "bf16"}),
     ("zero2", {"WORLD_SIZE": "8", "ACCELERATE_MIXED_PRECISION": "no"}),  # accelerate launch without --use_deepspeed
@@ -51,6 +54,14 @@ def test_a_contradiction_is_refused_naming_both(strategy, environ, named):
 ])
 def test_agreement_and_silence_are_accepted(strategy, environ):
     check_launch(config(strategy), environ)
+
+
+def test_a_launcher_that_says_cpu_where_a_gpu_is_visible_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"--cpu .*distributed.cpu=false"):
+        check_launch(config("ddp"), {"ACCELERATE_USE_CPU": "True"})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    check_launch(config("ddp"), {"ACCELERATE_USE_CPU": "True"})  # all there is
 
 
 def test_zero3_on_a_cpu_partitions_small_matrices_too(monkeypatch):

@@ -1,0 +1,29 @@
+"""The benchmark runs where there is no GPU; its figures mean nothing there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from scripts.bench_distributed import covered, main
+
+
+def test_two_ranks_and_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    main(["--tiny", "--strategies", "ddp", "--cards", "1", "2", "--json", str(tmp_path / "out.json")])
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [(one["strategy"], one["cards"], one["target"]) for one in report["results"]] == [
+        ("ddp", cards, target) for cards in (1, 2) for target in ("without", "with")
+    ]
+    assert all(one["tokens_per_second"] > 0 and one["estimated_gib"] > 0 for one in report["results"])
+    assert [one["efficiency"] for one in report["results"][:2]] == [1.0, 1.0]
+    assert capsys.readouterr().out.count("ddp") == 6
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(("spans", "length"), [
+    ([], 0), ([(1, 3)], 2), ([(1, 3), (2, 5), (7, 8)], 5), ([(1, 10), (2, 3)], 9), ([(4, 5), (1, 2)], 2),
+])
+def test_covered(spans, length):
+    assert covered(spans) == length

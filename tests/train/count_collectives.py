@@ -1,0 +1,56 @@
+"""train/main.py, writing collectives to $FOLDER/collectives-RANK, with a NaN in the gradient of rank 2 in step 2."""
+
+from __future__ import annotations
+
+import os
+from typing import TextIO
+
+import torch.distributed as dist
+
+from train import build
+from train.main import main
+from train.optim import Updater
+
+NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_gather", "reduce_scatter")
+
+
+def record(name: str, file: TextIO) -> None:
+    function = getattr(dist, name)
+
+    def call(*args, **kwargs):
+        tensor = args[0] if args else kwargs.get("tensor", kwargs.get("output_tensor"))
+        file.write(f"{name} {tuple(getattr(tensor, 'shape', ()))}\n")
+        return function(*args, **kwargs)
+
+    setattr(dist, name, call)
+
+
+def poison_step_2(updater: Updater, micro_batch: int) -> None:
+    """Let the gradient of one micro-batch of step 2 be NaN; the loss that is reported stays as it is."""
+    backward, step, place = updater.backward, updater.step, [1, 0]  # step, micro-batch
+
+    def poisoned(loss):
+        backward(loss * float("nan") if place == [2, micro_batch] else loss)
+        place[1] += 1
+
+    def counted(lr: float) -> float:
+        place[:] = [place[0] + 1, 0]
+        return step(lr)
+
+    updater.backward, updater.step = poisoned, counted
+
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    file = open(os.path.join(os.environ["FOLDER"], f"collectives-{rank}"), "w", buffering=1)  # noqa: SIM115
+    for name in NAMES:
+        record(name, file)
+    if rank == 2:
+        built = build.Updater.__init__
+
+        def poison(self, *args, **kwargs):
+            built(self, *args, **kwargs)
+            poison_step_2(self, micro_batch=0)
+
+        build.Updater.__init__ = poison
+    main()

@@ -1,0 +1,95 @@
+"""Starting training as users do: real ranks, under a launcher, from the repository root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 300  # DeepSpeed compiles an extension the first time
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed on the CPU compiles an extension")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]
+
+
+def torchrun(ranks: int = 2, script: str = "train/main.py") -> list[str]:
+    return python("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", script)
+
+
+def accelerate_deepspeed(ranks: int = 2, script: str = "train/main.py") -> list[str]:
+    return python("-m", "accelerate.commands.launch", "--use_deepspeed", f"--num_processes={ranks}",
+                  "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0", script)
+
+
+class Job:
+    """A started command, its output in files."""
+
+    def __init__(self, folder: Path, arguments: list[str], command: list[str], **environ: str) -> None:
+        inherited = {name: value for name, value in os.environ.items()
+                     if not name.startswith(("ACCELERATE_", "PYTEST_", "WANDB_"))}
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            inherited.pop(name, None)  # a DeepSpeed run in this process may have left them
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files = [folder / f"{name}-{free_port()}" for name in ("stdout", "stderr")]
+        with self.files[0].open("w") as stdout, self.files[1].open("w") as stderr:
+            self.process = subprocess.Popen(
+                [*command, *arguments], cwd=REPOSITORY, stdout=stdout, stderr=stderr,
+                env=inherited | {"OMP_NUM_THREADS": "1"} | environ,
+            )
+
+    @property
+    def stdout(self) -> str:
+        return self.files[0].read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self.files[1].read_text()
+
+    def processes(self) -> list[psutil.Process]:
+        """Launcher, ranks and loader workers; ranks lead sessions of their own."""
+        launcher = psutil.Process(self.process.pid)
+        return [launcher, *launcher.children(recursive=True)]
+
+    def rank(self, rank: int) -> psutil.Process:
+        """The process of a rank, which is a child of the launcher."""
+        return next(child for child in self.processes() if child.environ().get("RANK") == str(rank))
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.stderr[-3000:]
+            time.sleep(0.02)
+
+    def wait(self) -> int:
+        """Exit code."""
+        try:
+            return self.process.wait(TIMEOUT_S)
+        finally:
+            if self.process.returncode is None:
+                for process in self.processes():
+                    process.kill()
+
+
+def launch(folder: Path, arguments: list[str], command: list[str], **environ: str) -> Job:
+    """A job that has ended."""
+    job = Job(folder, arguments, command, **environ)
+    job.wait()
+    return job
