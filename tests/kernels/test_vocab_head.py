@@ -94,10 +94,11 @@ def check_logits(ids, logits, hidden, weights, final=lambda x: x):
     assert ((logits.double() - final(terms.sum(-1))).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("batch", [1, 3, 17])
 @pytest.mark.parametrize(
-    "selection, precision",
-    [(s, p) for s in ("exact", "tile") for p in PRECISIONS] + [(s, "bf16") for s in list(SELECTIONS)[2:]],
+    "selection, precision, batch",
+    [(s, p, batch) for s in ("exact", "tile") for p in PRECISIONS for batch in (1, 3)]
+    + [(s, "bf16", 17) for s in ("exact", "tile")]
+    + [(s, "bf16", batch) for s in list(SELECTIONS)[2:] for batch in (1, 3)],
 )
 def test_candidates_and_logits(device, selection, precision, batch):
     weights = make(device, SELECTIONS[selection], precision)
@@ -141,6 +142,25 @@ def test_ties_go_to_the_lowest_id(device, selection, precision, batch, levels):
     expected = selection.select(scores.t().contiguous())
     for impl in IMPLS:
         assert torch.equal(vocab_head(hidden, weights, impl=impl)[0].long(), expected), impl
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_int8_resolves_what_eight_bits_of_the_hidden_state_cannot(device, batch):
+    """``down_proj · h`` is (1, 0.003): in 127ths (127, 0.38), which one int8 part would round to (127, 0)."""
+    rows = {0: (10, -100), 2: (10, 100), 1: (11, -100), 3: (10, 100)}  # by id; even and odd ids are a tile each
+    selection = TileSelection(32, 16, 1)
+    vocab_proj = torch.full((32, 4), -100, dtype=torch.int8, device=device)
+    vocab_proj[:4, :2] = torch.tensor([rows[i] for i in range(4)], dtype=torch.int8, device=device)
+    weights = HeadWeights(
+        lm_head=torch.ones(32, 2, device=device),
+        down_proj=torch.eye(4, 2, device=device),
+        vocab_proj=selection.arrange(vocab_proj),
+        selection=selection,
+        scales=torch.ones(32, device=device),
+    )
+    hidden = torch.tensor([[1.0, 0.003]], device=device).expand(batch, 2)
+    for impl in IMPLS:
+        assert vocab_head(hidden, weights, impl=impl)[0].tolist() == [[2, 1]] * batch, impl
 
 
 @pytest.mark.parametrize("vocab", [8, 9, 10])
@@ -263,6 +283,8 @@ def test_auto_takes_the_full_head_for_many_rows_only():
     weights = make("cpu", TileSelection(600, 64, 1))
     taken = [full_head_is_faster(weights, hidden_states(weights, batch)) for batch in (1, 10, 11, 300)]
     assert taken == [False, False, True, True]
+    sparse = make("cpu", TileSelection(600, 256, 1))
+    assert [full_head_is_faster(sparse, hidden_states(sparse, batch)) for batch in (16, 17)] == [False, True]
     assert vocab_head(hidden_states(weights, 300), weights)[0].shape[1] == weights.selection.num_candidates  # a CPU
 
 
