@@ -76,14 +76,18 @@ def main(argv: list[str] | None = None) -> None:
         measure_strategy(args)
         return
     results = run_all(args)
+    print(" ".join(f"{column:>17}" for column in COLUMNS))
+    for result in results:
+        print(" ".join(f"{cell(result[column]):>17}" for column in COLUMNS))
+
+
+def write_report(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+    """Compare every result with the one-card run of its strategy, and write what there is so far."""
     for result in results:
         alone = next((one for one in results if one["cards"] == 1 and one["target"] == result["target"]
                       and one["strategy"] in (result["strategy"], "single")), None)
         result["efficiency"] = (None if alone is None else
                                 result["tokens_per_second"] / alone["tokens_per_second"] / result["cards"])
-    print(" ".join(f"{column:>17}" for column in COLUMNS))
-    for result in results:
-        print(" ".join(f"{cell(result[column]):>17}" for column in COLUMNS))
     settings = {key: value for key, value in vars(args).items() if key not in ("json", "strategy")}
     device = "CPU" if args.tiny else torch.cuda.get_device_name()
     args.json.write_text(json.dumps({"device": device, "torch": torch.__version__, "settings": settings,
@@ -105,6 +109,7 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
                 sys.exit(f"error: {' '.join(process.args)} failed")  # type: ignore[arg-type]
             results += json.loads(file.read_text())
             file.unlink()
+        write_report(args, results)  # after every group: a run that is stopped keeps what it has measured
     return results
 
 
