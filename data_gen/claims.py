@@ -13,8 +13,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+
+from specvocab_model.config import ConfigError
 
 HEARTBEAT_S = 5.0
 LEASE_S = 120.0  # without a heartbeat; workers of the same host are missed at once
@@ -75,6 +78,7 @@ class Claims:
         return self.folder / f".shard-{index:05d}.claim"
 
     def _take(self, index: int) -> bool:
+        """Raises ConfigError if the disk does not take the claim."""
         path = self._path(index)
         try:
             with path.open("x") as file:
@@ -83,6 +87,11 @@ class Claims:
             if self._is_abandoned(path):
                 self._bury(path)
             return False  # whoever is first next time
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink()  # a full disk may take the name and not the content
+            raise ConfigError(f"cannot write {path}: {error.strerror}; see to the disk and start again: what is "
+                              "finished is kept") from error
         self._held.add(path)
         return True
 

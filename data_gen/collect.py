@@ -6,6 +6,7 @@ One process does it, in a folder beside the training data; every rank then reads
 from __future__ import annotations
 
 import json
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,7 +23,7 @@ from data_gen.shards import REJECTED_FILE
 from data_gen.sources import read_source, sources_of
 from specvocab_model.config import Config, ConfigError
 
-ALL_FILE, TRAIN_FILE, VALIDATION_FILE = "all.arrow", "train.arrow", "validation.arrow"
+TRAIN_FILE, VALIDATION_FILE = "train.arrow", "validation.arrow"
 COUNTS_FILE = "counts.json"
 
 
@@ -55,16 +56,17 @@ def collect(
     folder = prompts_folder(config)
     make_folder(folder)
     chooser = _Chooser(config, evaluation)
-    with prompt_writer(folder / ALL_FILE) as add:
+    chosen_file = folder / f"chosen-{uuid.uuid4().hex}.arrow"  # a process that was started apart chooses as well
+    with prompt_writer(chosen_file) as add:
         for source, prompt in _offered(config, invented):
             if chosen := chooser.choose(prompt, source):
                 add(chosen)
-    every = PromptStore(folder / ALL_FILE)
+    every = PromptStore(chosen_file)
+    chosen_file.unlink()  # it stays mapped
     chooser.drop_near_duplicates(every)
     write_jsonl(folder / REJECTED_FILE, map(asdict, chooser.skipped))
     chooser.check_rejected(folder)
     _split(every, chooser.order(), folder, config)
-    (folder / ALL_FILE).unlink()
     counts = dict(chooser.counts) | {f"invented but {reason}": count for reason, count in dropped.items()}
     write_json(folder / COUNTS_FILE, counts)
     return counts

@@ -103,7 +103,10 @@ def decode_line(line: bytes) -> Any:
     Raises:
         ValueError: the line is not UTF-8, or not JSON.
     """
-    return json.loads(line.decode().strip())
+    try:
+        return json.loads(line.decode().strip())
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def parse_prompt(record: Any, source: str, *, keep: bool = False) -> Prompt:
@@ -119,6 +122,8 @@ def parse_prompt(record: Any, source: str, *, keep: bool = False) -> Prompt:
     """
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, got {type(record).__name__}")
+    if None in record:  # csv.DictReader puts there what lies beyond the last column
+        raise ValueError(f"more cells than columns: {record[None]}; quote cells that hold commas")
     turns = _whole_conversation(_conversation(record)) if keep else _with_gaps(_conversation(record))
     source = str(record.get("source") or source)
     prompt = Prompt(
@@ -185,7 +190,7 @@ def _messages(messages: Any) -> list[Message]:
 
 def _message(number: int, message: dict[str, Any]) -> Message:
     role = message.get("role") or message.get("from")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"messages[{number}] has role {role!r}; known are {', '.join(ROLES)}")
     role = ROLES[role]
     content = message.get("content") if message.get("content") is not None else message.get("value")
@@ -199,6 +204,8 @@ def _message(number: int, message: dict[str, Any]) -> Message:
         raise ValueError(f"messages[{number}] is an empty user message")
     optional = {key: message[key] for key in OPTIONAL_KEYS if message.get(key)}
     if "tool_calls" in optional:
+        if not isinstance(optional["tool_calls"], list):
+            raise ValueError(f"messages[{number}] has tool calls that are no list")
         optional["tool_calls"] = [_tool_call(number, call) for call in optional["tool_calls"]]
     return {"role": role, "content": content, **optional}
 

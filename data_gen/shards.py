@@ -201,6 +201,7 @@ class ShardWriter:
         self.vocab_size = vocab_size
         self.stop_token_ids = frozenset(stop_token_ids)
         self.collected = collected or {}
+        self._skipped: dict[int, list[Skipped]] = {}  # of the shards that were looked at
 
     @property
     def num_shards(self) -> int:
@@ -243,6 +244,17 @@ class ShardWriter:
 
     def missing_shards(self) -> list[int]:
         return [index for index in range(self.num_shards) if not self.path(index).exists()]
+
+    def skipped(self) -> list[Skipped]:
+        """What was skipped in the shards that are there, in their order.
+
+        Raises:
+            ConfigError: one of them is damaged.
+        """
+        for index in range(self.num_shards):
+            if index not in self._skipped and self.path(index).exists():
+                self._skipped[index] = skipped_in(read_shard(self.path(index), []).schema)
+        return [each for index in sorted(self._skipped) for each in self._skipped[index]]
 
     def write(self, index: int, rows: Sequence[Row], skipped: Sequence[Skipped] = ()) -> None:
         """Write shard ``index``: the rows of its prompts, and what became none.

@@ -94,7 +94,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 for record in batch.to_pylist():
                     yield f"{path}, row {number}", record
                     number += 1
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read after {number} rows: {_first_line(error)}") from error
 
 

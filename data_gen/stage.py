@@ -57,6 +57,8 @@ class StageRunner:
         self.spec, self.tokenizer = load_spec_and_tokenizer(config.target)
         self._tokenizer_digests = tokenizer_digests(self.tokenizer)
         check_template_kwargs(self.tokenizer, config.target.chat_template_kwargs)
+        if config.generation.thinking_share is not None:
+            check_template_kwargs(self.tokenizer, {"enable_thinking": True}, "generation.thinking_share")
         longest = config.generation.max_prompt_tokens + config.generation.max_new_tokens
         if longest > self.spec.max_position_embeddings:
             raise ConfigError(
@@ -89,26 +91,28 @@ class StageRunner:
             stop_token_ids=stage.stop_token_ids,
             collected=stage.collected,
         )
-        manifest = writer.open()
-        if manifest is not None:
-            self.report(f"{stage.name}: {_summary(manifest)}; finished before, in {stage.folder}")
-            return self._not_empty(stage, manifest)
+        finished_before = writer.open()
+        # Another launcher may finish the folder while ranks of this one look, so all of them wait equally often.
         missing = writer.missing_shards()
         if stage.params is not None and self.state.process_index < len(missing):
             _ = self.engine  # loaded outside the time that is measured, and before a shard is claimed
         self.state.wait_for_everyone()
         start = time.monotonic()
-        self._fill(stage, writer)
+        if finished_before is None:
+            self._fill(stage, writer)
         self.state.wait_for_everyone()
         seconds = time.monotonic() - start
-        if self.state.is_main_process:  # processes that were started apart all do this, and write the same
+        if finished_before is not None:
+            self.report(f"{stage.name}: {_summary(finished_before)}; finished before, in {stage.folder}")
+        elif self.state.is_main_process:  # processes that were started apart all do this, and write the same
+            check_rejected_share(writer.skipped(), len(stage.prompts), self.config)
             manifest = writer.finalise()
             num_tokens = sum(manifest.shards[index].num_loss_tokens for index in missing)
             self.report(f"{stage.name}: {_summary(manifest)}; {num_tokens / seconds:.0f} tokens/s, in {stage.folder}")
         self.state.wait_for_everyone()
-        manifest = writer.open()
-        assert manifest is not None
-        return self._not_empty(stage, manifest)
+        finished = writer.open()
+        assert finished is not None
+        return self._not_empty(stage, finished)
 
     def _not_empty(self, stage: Stage, manifest: Manifest) -> Manifest:
         """Raises ConfigError if there were prompts and none became a row."""
@@ -125,15 +129,13 @@ class StageRunner:
         Raises:
             ConfigError: more prompts were rejected than ``generation.max_rejected_share`` allows.
         """
-        num_rejected = 0
         with (Claims(writer.folder) as claims,
               tqdm(total=_num_prompts(writer), desc=stage.name, unit=" prompts", smoothing=0.05,
                    disable=not self.state.is_main_process) as progress):
             for index in claims.shards(writer.missing_shards, first=self.state.process_index):
                 prompts = stage.prompts[writer.prompt_range(index)]
                 shard = self._rows(stage, prompts, index, progress)
-                num_rejected += num_rejected_in(shard.skipped)
-                check_rejected_share(num_rejected, len(stage.prompts), shard.skipped, self.config)
+                check_rejected_share([*writer.skipped(), *shard.skipped], len(stage.prompts), self.config)
                 if not writer.path(index).exists():
                     writer.write(index, shard.rows, shard.skipped)
                 progress.n = progress.total - _num_prompts(writer)  # with what the others have made
@@ -167,7 +169,8 @@ class StageRunner:
     def _settings(self, stage: Stage) -> dict[str, Any]:
         """Everything that decides what the rows are.
 
-        Not ``batch_tokens``, which only moves rounding: whoever runs out of memory may lower it and go on.
+        Not ``batch_tokens``, which moves rounding and, on a CPU, what is drawn for whom: whoever runs out of memory may
+        lower it and go on.
         """
         generation = self.config.generation
         made_by: dict[str, Any] = {} if stage.params is None else {
@@ -204,22 +207,19 @@ def _num_prompts(writer: ShardWriter) -> int:
     return sum(prompts.stop - prompts.start for prompts in ranges)
 
 
-def num_rejected_in(skipped: Sequence[Skipped]) -> int:
-    """How many prompts are among them that no limit of the user's left out."""
-    return len({each.id for each in skipped if not each.by_choice})
-
-
-def check_rejected_share(num_rejected: int, num_prompts: int, skipped: Sequence[Skipped], config: Config) -> None:
+def check_rejected_share(skipped: Sequence[Skipped], num_prompts: int, config: Config) -> None:
     """
     Args:
-        skipped: the last ones, of which one is named.
+        skipped: all of a stage so far, whichever process skipped them; those by choice do not count.
 
     Raises:
         ConfigError: more than ``generation.max_rejected_share`` of all prompts were rejected.
     """
     share = config.generation.max_rejected_share
+    rejected = [each for each in skipped if not each.by_choice]
+    num_rejected = len({each.id for each in rejected})  # prompts, of which several turns may be rejected
     if num_rejected > share * num_prompts:
-        last = [each for each in skipped if not each.by_choice][-1]
+        last = rejected[-1]
         raise ConfigError(f"{num_rejected} of {num_prompts} prompts were rejected, more than "
                           f"generation.max_rejected_share={share}; the last is {last.id!r}: {last.reason} "
                           f"({last.detail}). Mend them, or raise the share")

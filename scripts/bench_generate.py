@@ -4,7 +4,7 @@
 
 Prompts are those of ``generation.prompt_files`` (or of the quickstart), repeated until there are
 ``generation.num_prompts`` (512). No token stops a response, so every prompt gets ``generation.max_new_tokens`` and two
-runs compare. A first pass over a few prompts is not counted: it compiles and captures. Writes
+runs compare. A first pass over all prompts is not counted: it compiles and captures. Writes
 ``output_dir/bench_generate.json``.
 """
 

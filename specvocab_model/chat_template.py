@@ -48,15 +48,20 @@ def render(
                          f"{error}") from error
 
 
-def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
+def check_template_kwargs(
+    tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any], setting: str = "target.chat_template_kwargs"
+) -> None:
     """
+    Args:
+        setting: where the variables come from, for the error message.
+
     Raises:
         ConfigError: the chat template never mentions one of the variables; rendering would ignore it.
     """
     for name in template_kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template or "")):
-            raise ConfigError(f"target.chat_template_kwargs sets {name!r}, which the target's chat template never "
-                              "reads; remove it, or look for its right name in the template")
+            raise ConfigError(f"{setting} sets {name!r}, which the target's chat template never reads; "
+                              "remove it, or look for its right name in the template")
 
 
 def renders_alike(

@@ -1,6 +1,7 @@
 """Workers that share a folder make every shard, wait for each other, and take over what the dead have left."""
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from data_gen import claims as claims_module
 from data_gen.claims import Claims
+from specvocab_model.config import ConfigError
 from tests.data_gen.runs import ENVIRONMENT
 
 
@@ -93,4 +95,17 @@ def test_a_worker_that_fails_gives_its_claim_back(tmp_path):
     with pytest.raises(RuntimeError), Claims(tmp_path) as claims:
         for _ in claims.shards(missing_of(tmp_path, 2)):
             raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_claim(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write past the limit fails as it does on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"cannot write .*\.shard-00000\.claim: .*; see to the disk"):
+            work(tmp_path, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
     assert list(tmp_path.iterdir()) == []

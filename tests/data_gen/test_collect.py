@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data_gen.collect
 from data_gen.collect import TRAIN_FILE, VALIDATION_FILE, collect, mixture, read_counts
 from data_gen.filters import NearDuplicates, jaccard, repetition, shingles
 from data_gen.prompt_store import PromptStore, prompt_writer
@@ -135,6 +136,21 @@ def test_a_messy_file(tmp_path):
                        ("line 8", "malformed", False), ("line 10", "unreadable", False)]
 
 
+def test_a_csv_row_with_commas_outside_quotes_is_no_shorter_prompt(tmp_path):
+    (tmp_path / "a.csv").write_text('prompt\nOf cats, dogs and mice.\n"Of cats, and dogs."\n')
+    skipped, kept = read(tmp_path / "a.csv")
+    assert isinstance(skipped, Skipped) and "more cells than columns: [' dogs and mice.']" in skipped.detail
+    assert asked([kept]) == ["Of cats, and dogs."]
+
+
+def test_a_parquet_file_with_text_that_is_not_utf8_is_one_line(tmp_path):
+    cells = pa.array([b"good", b"bad \xff"])
+    text = pa.Array.from_buffers(pa.string(), len(cells), cells.buffers())
+    pq.write_table(pa.table({"prompt": text}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet cannot be read after 0 rows: 'utf-8' codec"):
+        read(tmp_path / "a.parquet")
+
+
 @pytest.mark.parametrize(("name", "content", "reason"), [
     ("a.parquet", b"PAR1 no", r"a\.parquet cannot be read after 0 rows"),
     ("a.json", b"{", r"a\.json is no JSON \(.*called \.jsonl"),
@@ -240,6 +256,22 @@ def test_samples_stay_on_their_side_of_the_split(tmp_path):
     assert len({prompt.id for prompt in train + validation}) == 180
     with pytest.raises(ConfigError, match="would give the same answer so many times"):
         configured(tmp_path, "generation.samples_per_prompt=3")
+
+
+def test_processes_that_choose_at_the_same_time_do_not_take_each_others_files(tmp_path, monkeypatch):
+    path = jsonl(tmp_path / "a.jsonl", *({"prompt": str(n)} for n in range(9)))
+    changes = f"generation.prompt_files=[{path}]",
+    split = data_gen.collect._split
+
+    def another_first(*arguments):
+        monkeypatch.setattr(data_gen.collect, "_split", split)
+        collected(tmp_path, *changes)
+        split(*arguments)
+
+    monkeypatch.setattr(data_gen.collect, "_split", another_first)
+    assert len(collected(tmp_path, *changes)[0]) == 9
+    assert {file.name for file in (tmp_path / "train-prompts").iterdir()} == {
+        TRAIN_FILE, VALIDATION_FILE, "counts.json", "rejected.jsonl"}
 
 
 def test_a_mixture_has_the_weights_shares(tmp_path):

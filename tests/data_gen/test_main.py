@@ -175,6 +175,15 @@ def test_a_finished_run_is_recognised_without_loading_the_target(root, whole, mo
         run_here(overrides(root, "fresh"))
 
 
+def test_a_rank_waits_as_often_for_a_finished_folder_as_for_one_that_it_helps_to_fill(root, whole, monkeypatch):
+    waits = []
+    monkeypatch.setattr(PartialState, "wait_for_everyone", lambda state: waits.append(state.process_index))
+    run_here(overrides(root, "waiting"))
+    first = len(waits)
+    run_here(overrides(root, "waiting"))
+    assert first and len(waits) == 2 * first, "another launcher may finish it between the looks of two ranks"
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -202,6 +211,7 @@ def test_data_of_other_settings_is_never_mixed_in(root, whole, change, named):
         (["generation.prompt_files=[absent.jsonl]"], "there is no prompt file 'absent.jsonl'"),
         (["eval.prompts=absent.jsonl"], "there is no prompt file 'absent.jsonl'"),
         (["+target.chat_template_kwargs.thinkng=false"], "sets 'thinkng', which the target's chat template never"),
+        (["generation.thinking_share=0.5"], "generation.thinking_share sets 'enable_thinking', which the"),
         (["generation.max_new_tokens=400"], "= 600 exceeds the 512 positions"),
         (["generation.magpie_prompts=0", "generation.num_prompts=2"], "leaves . prompts for training"),
     ],
@@ -347,6 +357,15 @@ def test_prompts_that_the_template_refuses_stop_the_run_when_they_are_many(root)
     with pytest.raises(ConfigError, match=r"\d of \d+ prompts were rejected, more than generation.max_rejected_share="
                                           r"0.05; the last is 'p-1\d?': refused by the chat template .*no ones"):
         run_here(arguments)
+    train = root / "refused-prompts" / "data"
+    for _ in range(4):  # what earlier runs and other processes rejected counts as well
+        with pytest.raises(ConfigError, match=r"of \d+ prompts were rejected, more than .*share=0\.3"):
+            run_here([*arguments, "generation.max_rejected_share=0.3"])
+    assert not (train / "manifest.json").exists()
+    run_here([*arguments, "generation.max_rejected_share=0.9"])
+    (train / "manifest.json").rename(train / "manifest.unfinished.json")
+    with pytest.raises(ConfigError, match=r"of \d+ prompts were rejected, more than .*share=0\.3"):
+        run_here([*arguments, "generation.max_rejected_share=0.3"])
     run_here([*arguments, "generation.max_rejected_share=0.9"])
     rows = [row["id"] for name in FOLDERS[1:] for row in rows_of(root / "refused-prompts" / name)]
     assert rows and not any("1" in row_id for row_id in rows)
