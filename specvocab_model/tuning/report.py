@@ -51,8 +51,9 @@ def picture(outcomes: Sequence[Outcome], front: Sequence[Outcome], best: Outcome
     """An SVG: seconds of the head (logarithmic) against ρ_τ, the front as a line, the constraint dashed."""
     low_x, high_x = (bound(math.log10(one.seconds) for one in outcomes) for bound in (min, max))
     low_y = min(0.999 * min_tau_ratio, *(one.tau_ratio for one in front))
+    high_y = max(1.0, min_tau_ratio, *(one.tau_ratio for one in outcomes))
     scale_x = (WIDTH - 2 * MARGIN) / max(high_x - low_x, 1e-9)
-    scale_y = (HEIGHT - 2 * MARGIN) / (1.0 - low_y)
+    scale_y = (HEIGHT - 2 * MARGIN) / (high_y - low_y)
 
     def x(one: Outcome) -> float:
         return MARGIN + (math.log10(one.seconds) - low_x) * scale_x
