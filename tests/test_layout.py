@@ -160,7 +160,8 @@ def forbidden_imports(package: str, source: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("folders", "extras"), [((*PACKAGES.values(), ROOT / "scripts"), ("tune", "sweep", "vllm")), ((ROOT / "tests",), ("dev",))]
+    ("folders", "extras"),
+    [((*PACKAGES.values(), ROOT / "scripts"), ("tune", "sweep", "vllm")), ((ROOT / "tests",), ("dev",))],
 )
 def test_what_is_imported_is_declared(folders: tuple[Path, ...], extras: tuple[str, ...]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

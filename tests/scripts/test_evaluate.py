@@ -130,8 +130,8 @@ def test_prompts_that_were_trained_on_are_refused(config: Config, tmp_path: Path
     row = Row(id="r", source="s", input_ids=[1, 2], loss_mask=[0, 1], finish_reason="length", messages=[
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": asked},
         {"role": "assistant", "content": "Rewrite it."}])
-    writer = ShardWriter(tmp_path / "train", target="t", settings={"target": {"fingerprint": "f"}}, num_prompts=1, rows_per_shard=1, vocab_size=9,
-                         stop_token_ids=[])
+    writer = ShardWriter(tmp_path / "train", target="t", settings={"target": {"fingerprint": "f"}}, num_prompts=1,
+                         rows_per_shard=1, vocab_size=9, stop_token_ids=[])
     writer.open()
     writer.write(0, [row])
     writer.finalise()
