@@ -82,10 +82,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_report(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
-    """Compare every result with the one-card run of its strategy, and write what there is so far."""
+    """Compare every result with the one-card run of its strategy (or of `single`), and write what there is so far."""
     for result in results:
-        alone = next((one for one in results if one["cards"] == 1 and one["target"] == result["target"]
-                      and one["strategy"] in (result["strategy"], "single")), None)
+        on_one = {one["strategy"]: one for one in results if one["cards"] == 1 and one["target"] == result["target"]}
+        alone = on_one.get(result["strategy"], on_one.get("single"))
         result["efficiency"] = (None if alone is None else
                                 result["tokens_per_second"] / alone["tokens_per_second"] / result["cards"])
     settings = {key: value for key, value in vars(args).items() if key not in ("json", "strategy")}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import signal
 import sys
 import time
@@ -137,21 +138,27 @@ class Sweep:
 
 
 def check_same_settings(path: Path, config: Config) -> None:
-    """Note what all points have in common; refuse to continue a sweep with something else.
+    """Note the settings that a sweep begins with; refuse to continue it with others, where it does not vary them.
+
+    A grid may grow. A search may not change: the trials of its study have the parameters that it began with.
 
     Raises:
         ConfigError: naming what differs.
     """
-    varied = tuple({*config.sweep.grid, *config.sweep.search})
-    now = {key: value for key, value in decisive(asdict(config)).items() if not key.startswith(varied)}
-    if path.exists():
-        then = json.loads(path.read_text())
-        differing = [f"{key}: {then.get(key)!r} then, {now.get(key)!r} now" for key in sorted({*then, *now})
-                     if then.get(key) != now.get(key) and not key.startswith(varied)]
-        if differing:
-            raise ConfigError(f"{path.parent} was begun with other settings ({'; '.join(differing)}); restore them, or "
-                              "choose another sweep.name")
-    path.write_text(json.dumps(now, indent=2) + "\n")
+    now = decisive(asdict(config))
+    if config.sweep.search:
+        now["sweep.search"] = json.loads(json.dumps(config.sweep.search))
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(now, indent=2) + "\n")
+        os.replace(partial, path)
+        return
+    then, varied = json.loads(path.read_text()), {*config.sweep.grid, *config.sweep.search}
+    differing = [f"{key}: {then.get(key)!r} then, {now.get(key)!r} now" for key in sorted({*then, *now})
+                 if then.get(key) != now.get(key) and not any(f"{key}.".startswith(f"{one}.") for one in varied)]
+    if differing:
+        raise ConfigError(f"{path.parent} was begun with other settings ({'; '.join(differing)}); restore them, or "
+                          "choose another sweep.name")
 
 
 @contextmanager

@@ -30,11 +30,13 @@ from train.build import build_run
 from train.checkpoint import CheckpointError
 from train.loop import NonFiniteError, report, train
 from train.preemption import EXIT_PREEMPTED, Preempted, listen
+from train.tracking import check_installed
 
 
 @hydra_main
 def main(config: Config) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    check_installed(config.tracking)
     check_inputs(config)
     with exclusive(Path(config.output_dir, "train.lock")):
         listen()

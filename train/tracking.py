@@ -14,12 +14,13 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 
-from specvocab_model.config import TrackingConfig
+from specvocab_model.config import ConfigError, TrackingConfig
 from train.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,15 @@ def read_lines(path: Path, before_step: float = float("inf")) -> Iterator[dict[s
             continue
         if line["step"] < before_step:
             yield line
+
+
+def check_installed(config: TrackingConfig) -> None:
+    """
+    Raises:
+        ConfigError: the backend's package, which is an extra, is not installed.
+    """
+    if config.backend == "tensorboard" and find_spec("tensorboard") is None:
+        raise ConfigError("tracking=tensorboard needs tensorboard: pip install 'specvocab[tensorboard]'")
 
 
 class TensorBoardBackend:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 
 import pytest
 
-from scripts.bench_distributed import covered, main
+from scripts.bench_distributed import covered, main, write_report
 
 
 def test_two_ranks_and_one(tmp_path, capsys, monkeypatch):
@@ -20,6 +21,15 @@ def test_two_ranks_and_one(tmp_path, capsys, monkeypatch):
     assert [one["efficiency"] for one in report["results"][:2]] == [1.0, 1.0]
     assert capsys.readouterr().out.count("ddp") == 6
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_efficiency_is_relative_to_one_card_of_the_same_strategy(tmp_path):
+    def result(strategy: str, cards: int, tokens_per_second: float) -> dict:
+        return {"strategy": strategy, "cards": cards, "target": "with", "tokens_per_second": tokens_per_second}
+
+    results = [result("single", 1, 100.0), result("zero2", 1, 80.0), result("zero2", 2, 120.0), result("ddp", 2, 150.0)]
+    write_report(Namespace(tiny=True, json=tmp_path / "out.json", strategy=None), results)
+    assert [one["efficiency"] for one in results] == [1.0, 1.0, 0.75, 0.75]
 
 
 @pytest.mark.parametrize(("spans", "length"), [

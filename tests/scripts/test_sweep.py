@@ -128,7 +128,9 @@ def test_points_share_a_group_and_have_names_of_their_own(arguments):
     ("+sweep.search={optim.lr:{low:1e-3,hi:1e-1}}", "must be a list of values, or a range"),
     ("+sweep.search={optim.lr:{low:1e-1,high:1e-3}}", "sweep.search.optim.lr="),
     ("+sweep.search={optim.lr:{low:-1.0,high:1e-3}}", "point optim.lr=-1.0: optim.lr=-1.0 must be positive"),
-    ("sweep.metric=validation/tau", "'validation/tau' is not logged at validation; choose one of validation/acc"),
+    ("sweep.metric=validation/tau", "'validation/tau' is not logged at validation, or not to be large; choose "
+                                     "one of validation/acc"),
+    ("sweep.metric=validation/loss", "'validation/loss' is not logged at validation, or not to be large"),
     ("sweep.launcher=submitit_slurm", "there is no sbatch on this machine"),
     ("sweep.launcher=ssh", "sweep.launcher='ssh' is not known"),
 ])
@@ -147,6 +149,31 @@ def test_a_sweep_continues_only_with_the_same_settings(tmp_path, arguments, monk
     assert starts(tmp_path) == {"lr-0.1": 1, "lr-0.2": 1}
     assert run(monkeypatch, [*arguments, grid(**{LR: [0.1]}), "trainer.max_steps=7"]) == 2
     assert "begun with other settings (trainer.max_steps: 400 then, 7 now)" in capsys.readouterr().err
+    rows = "trainer.gradient_accumulation_steps"
+    assert run(monkeypatch, [*arguments, grid(**{LR: [0.1]}), f"{rows}=4"]) == 2
+    assert f"{rows}): 1 then, 4 now)" in capsys.readouterr().err
+    assert run(monkeypatch, [*arguments, grid(**{LR: [0.1], "head": ["full"]})]) == 0  # one more key
+    assert run(monkeypatch, [*arguments, grid(**{LR: [0.1]})]) == 0  # and back
+    assert starts(tmp_path) == {"lr-0.1": 1, "lr-0.2": 1, "lr-0.1_head-full": 1}
+
+
+def test_a_varied_key_hides_no_other_that_begins_like_it(tmp_path, arguments):
+    arguments = [*arguments, grid(**{"trainer.loss": ["forward_kl", "jsd"]})]
+    sweep.check_same_settings(tmp_path / "sweep.json", compose(arguments))
+    sweep.check_same_settings(tmp_path / "sweep.json", compose([*arguments, "trainer.loss=tv"]))
+    with pytest.raises(ConfigError, match=r"loss_normalization: 'valid' then, 'slot' now"):
+        sweep.check_same_settings(tmp_path / "sweep.json", compose([*arguments, "trainer.loss_normalization=slot"]))
+
+
+def test_a_search_does_not_go_on_with_other_parameters(tmp_path, arguments, monkeypatch, capsys):
+    search = ["sweep.num_trials=1", "+sweep.search={optim.lr:{low:0.01,high:0.2}}"]
+    assert run(monkeypatch, [*arguments, *search]) == 0
+    more = "+sweep.search={optim.lr:{low:0.01,high:0.2},optim.warmup_ratio:[0.0,0.1]}"
+    assert run(monkeypatch, [*arguments, "sweep.num_trials=2", more]) == 2
+    error = capsys.readouterr().err
+    assert "begun with other settings (sweep.search: " in error and error.count("\n") == 1
+    assert run(monkeypatch, [*arguments, *search]) == 0  # the refused attempt has left no trace
+    assert starts(tmp_path) == {"trial-0000": 1}
 
 
 PROGRAM = """

@@ -12,7 +12,7 @@ import yaml
 from specvocab_model.config import ConfigError
 from tests.tiny import CHAT_TEMPLATE
 from tests.train.runs import NUM_TRAIN_ROWS, config_of, final_weights, logged, overrides
-from train import build
+from train import build, tracking
 from train import main as command
 
 
@@ -44,6 +44,15 @@ def test_all_data_that_are_missing_are_named_at_once_before_the_target_is_looked
     assert "`python data_gen/main.py run_name=missing " in message
     assert f"'data.train_path={root}/absent train'" in message  # quoted for the shell
     assert not list((root / "missing").iterdir())
+
+
+def test_a_tracking_backend_that_is_not_installed_is_named_before_anything_is_loaded(
+    root, monkeypatch, capsys, nothing_is_loaded
+):
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    assert run_command(monkeypatch, overrides(root, "untracked", "tracking=tensorboard")) == 2
+    assert capsys.readouterr().err == (
+        "error: tracking=tensorboard needs tensorboard: pip install 'specvocab[tensorboard]'\n")
 
 
 def test_a_target_that_is_missing_is_named_with_the_command_that_brings_it(

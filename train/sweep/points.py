@@ -68,7 +68,9 @@ class Point:
 def decisive(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings that decide the numbers of a run, flat, as JSON gives them back."""
     flat = json.loads(json.dumps(dict(flatten(settings))))
-    return {key: value for key, value in flat.items() if not key.startswith(FREE_SETTINGS)}
+    kept = {key: value for key, value in flat.items() if not key.startswith(FREE_SETTINGS)}
+    factors = ("trainer.micro_batch_size", "trainer.gradient_accumulation_steps")
+    return kept | {f"rows a step and rank ({' * '.join(factors)})": flat[factors[0]] * flat[factors[1]]}
 
 
 class Points:

@@ -191,9 +191,10 @@ def corners(distributions: dict[str, BaseDistribution]) -> Iterator[dict[str, An
 def check_metric(config: Config) -> None:
     """
     Raises:
-        ConfigError: the metric is none that validation logs.
+        ConfigError: the metric is none that validation logs, or one that is not to be large.
     """
-    known = {f"validation/{name}" for name in summarise(AcceptanceSums.zeros(config.draft.num_unroll_steps))}
+    logged = summarise(AcceptanceSums.zeros(config.draft.num_unroll_steps)).keys()
+    known = {f"validation/{name}" for name in logged - {"loss", "aux_loss", "teacher_entropy"}}
     if config.sweep.metric not in known:
-        raise ConfigError(f"sweep.metric={config.sweep.metric!r} is not logged at validation; choose one of "
-                          f"{', '.join(sorted(known))}")
+        raise ConfigError(f"sweep.metric={config.sweep.metric!r} is not logged at validation, or not to be large; "
+                          f"choose one of {', '.join(sorted(known))}")
