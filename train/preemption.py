@@ -1,8 +1,8 @@
 """Signals that ask a run to stop: all ranks agree, save once, and exit so that the scheduler can start them again.
 
 Slurm sends SIGTERM (and, with ``--signal``, SIGUSR1 in advance) to all processes, Kubernetes SIGTERM to the launcher,
-which passes it on if it has started several ranks, and a user may signal a single rank. A handler here only remembers; the loop asks all ranks at every
-step and within validation, in a sum that it makes anyway.
+which passes it on if it has started several ranks, and a user may signal a single rank. A handler here only remembers;
+the loop asks all ranks at every step and within validation, in a sum that it makes anyway.
 """
 
 from __future__ import annotations
