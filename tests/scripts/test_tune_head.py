@@ -59,6 +59,8 @@ def refused(arguments: list[str], capsys) -> str:
 
 def test_the_best_head_is_found_written_and_applied(arguments, checkpoint, target, tmp_path, capsys):
     before = load_checkpoint(checkpoint)
+    options = tune_head.build_parser().parse_args(arguments)
+    _, _, states, _ = tune_head.load(options)
     tune_head.main([*arguments, "--apply"])
     result = json.loads((tmp_path / "tuned/tune_head.json").read_text())
     best, outcomes = result["best"], result["outcomes"]
@@ -86,8 +88,6 @@ def test_the_best_head_is_found_written_and_applied(arguments, checkpoint, targe
     assert Provenance.read(checkpoint).tuning == best and Provenance.read(checkpoint).metrics == {"loss": 1.0}
 
     # What was expected of the choice is what the written head covers on the same documents.
-    options = tune_head.build_parser().parse_args(arguments)
-    _, _, states, _ = tune_head.load(options)
     found = measure_coverage(states, after.speculator.head_weights(target.lm_head_weight))
     assert asdict(found) == pytest.approx(best["coverage"])
 
