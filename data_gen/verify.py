@@ -88,7 +88,7 @@ class _Check:
             if unknown := [token for token in row.input_ids if token >= self.num_tokens]:
                 yield f"{self.folder}: row {row.id!r}: id {unknown[0]} is no token of the tokenizer"
             content = hashlib.sha256(np.array([*row.input_ids, *row.loss_mask], dtype=np.int32).tobytes()).digest()
-            if content in self.sequences:
+            if content in self.sequences and not _samples_of_one_prompt(self.sequences[content], row.id):
                 yield f"{self.folder}: row {row.id!r} repeats row {self.sequences[content]!r}"
             self.sequences.setdefault(content, row.id)
             self.ids[row.id] += 1
@@ -103,3 +103,9 @@ class _Check:
                 yield f"{self.folder}: {name} is {number}, {said[name]} in the manifest"
         if {reason: count for reason, count in self.manifest.finish_reasons.items() if count} != self.reasons:
             yield f"{self.folder}: finish reasons are {dict(self.reasons)}, not {self.manifest.finish_reasons}"
+
+
+def _samples_of_one_prompt(first: str, second: str) -> bool:
+    """Whether the ids are those of two samples (``collect.py`` calls them ``id~0``, ``id~1``), which may agree."""
+    prompt = first.rpartition("~")[0]
+    return first != second and prompt != "" and prompt == second.rpartition("~")[0]

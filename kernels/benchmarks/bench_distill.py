@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from specvocab_kernels.distill import distill
+from specvocab_kernels.timing import median_ms
 from torch import Tensor
 
 AUX_WEIGHT = 0.1
@@ -59,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     for rows in args.rows:
         for steps in args.steps:
             problem = make_problem(rows, steps, args.vocab_size, args.hidden_size, args.rank, device)
-            floor = median_ms(lambda problem=problem: all_products(problem), args.repeats, device)
+            floor = median_ms(lambda problem=problem: all_products(problem), args.repeats, on_gpu=device.type == "cuda")
             for variant in args.variants:
                 results.append({"rows": rows, "steps": steps, "variant": variant, "floor_ms": floor,
                                 **measure(build(variant, args), problem, args.repeats, device)})
@@ -177,7 +176,7 @@ def measure(loss: Callable[[Problem], Tensor], problem: Problem, repeats: int, d
         run()
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         outputs = sum(leaf.grad.numel() * leaf.grad.element_size() for leaf in leaves if leaf.grad is not None)
-        ms = median_ms(run, repeats, device)
+        ms = median_ms(run, repeats, on_gpu=device.type == "cuda")
     except torch.OutOfMemoryError:
         return {"ms": None, "beyond_mib": None, "peak_mib": None}
     if device.type == "cpu":
@@ -192,24 +191,6 @@ def reset_peak(device: torch.device) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
-
-
-def median_ms(run: Callable[[], object], repeats: int, device: torch.device) -> float:
-    run()
-    times = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        else:
-            started = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times)
 
 
 def cell(value: float | int | str | None) -> str:

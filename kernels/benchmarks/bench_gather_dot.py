@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from specvocab_kernels import gather_dot
 from specvocab_kernels._impl import HAS_TRITON
+from specvocab_kernels.timing import median_ms
 
 SHAPES = ((151936, 4096), (151936, 2560), (262144, 640), (49152, 576))  # V, d: Qwen3-8B, Qwen3-4B, Gemma 3, SmolLM2
 TINY_SHAPES = ((1003, 48),)
@@ -101,24 +101,6 @@ def copy_bandwidth(elements: int, device: torch.device, repeats: int) -> float:
     """Bytes per second of a copy of ``elements`` float32, read and written."""
     source, target = torch.ones(elements, device=device), torch.empty(elements, device=device)
     return 2 * 4 * elements / median_ms(lambda: target.copy_(source), repeats, on_gpu=device.type == "cuda") * 1e3
-
-
-def median_ms(run: Callable[[], object], repeats: int, *, on_gpu: bool) -> float:
-    run()
-    times = []
-    for _ in range(repeats):
-        if on_gpu:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        else:
-            started = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times)
 
 
 def device_name(device: torch.device) -> str:

@@ -21,12 +21,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from specvocab_kernels._impl import HAS_TRITON
+from specvocab_kernels.timing import median_ms
 from specvocab_kernels.vocab_head import ExactSelection, HeadWeights, TileSelection, vocab_head, vocab_head_top_n
 from specvocab_kernels.vocab_head.dispatch import full_head_is_faster
 
@@ -208,24 +208,6 @@ def read_bandwidth(elements: int, device: torch.device, repeats: int) -> float:
     """Bytes per second at which a sum over ``elements`` float32 reads."""
     source = torch.ones(elements, device=device)
     return 4 * elements / median_ms(lambda: source.sum(), repeats, on_gpu=device.type == "cuda") * 1e3
-
-
-def median_ms(run: Callable[[], object], repeats: int, *, on_gpu: bool) -> float:
-    run()
-    times = []
-    for _ in range(repeats):
-        if on_gpu:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        else:
-            started = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times)
 
 
 def cell(value: object) -> str:

@@ -55,6 +55,13 @@ def test_verify_finds_nothing_in_good_data(root, capsys):
     assert capsys.readouterr().out.count("0 problems") == 2
 
 
+def test_samples_of_one_prompt_may_agree(root, capsys):
+    look(make(root, "samples", [replace(ROWS[2], id="a~0"), replace(ROWS[2], id="a~1")], action="verify"))
+    assert capsys.readouterr().out.count("0 problems") == 2
+    with pytest.raises(ConfigError, match=r"1 problems, the first: .*'b~1' repeats row 'a~0'"):
+        look(make(root, "others", [replace(ROWS[2], id="a~0"), replace(ROWS[2], id="b~1")], action="verify"))
+
+
 def test_verify_finds_doubles_padded_ids_and_what_is_in_both(root, capsys):
     rows = [*ROWS, replace(ROWS[2], id="again"), replace(ROWS[2], id="padded", input_ids=[5, 6, TOKENIZER_LENGTH, 6]),
             replace(ROWS[1], id="other")]
