@@ -310,8 +310,8 @@ class TrainerConfig:
         _at_least("trainer.max_steps", self.max_steps, 1)
         _at_least("trainer.skip_non_finite", self.skip_non_finite, 0)
         _at_least("trainer.aux_weight", self.aux_weight, 0)
-        if not 0 < self.temperature < math.inf:
-            raise ConfigError(f"trainer.temperature={self.temperature} must be positive and finite")
+        if not 1e-2 <= self.temperature <= 1e3:
+            raise ConfigError(f"trainer.temperature={self.temperature} must lie between 0.01 and 1000")
         _fraction("trainer.step_decay", self.step_decay)
         _one_of("trainer.loss", self.loss, LOSSES)
         _one_of("trainer.mixed_precision", self.mixed_precision, ("no", "bf16"))

@@ -83,6 +83,33 @@ def test_a_temperature_divides_the_capped_logits(impl, softcap, temperature):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_fp16_products_keep_the_gradients_of_a_high_temperature(impl):
+    tensors = problem(steps=1, rows=4, vocab_size=1024, hidden_size=16, rank=4)
+    for name in ("lm_head", "teacher_hidden"):
+        tensors[name] = tensors[name].half()
+    _, _, gradients = losses_and_gradients(distill, tensors, impl=impl, temperature=100.0)
+    _, _, truth = losses_and_gradients(distill_reference, to_fp64(tensors), temperature=100.0)
+    for name, wanted in truth.items():
+        error = (gradients[name].double() - wanted).norm() / wanted.norm()
+        assert error < 2e-2, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("num_tiles", [1, 4, 1000])
+def test_ranks_are_those_of_the_scores_before_the_cap(impl, num_tiles):
+    tensors = problem(steps=2, rows=3, vocab_size=67, hidden_size=16, rank=4)
+    tensors["vocab_proj"] = (tensors["vocab_proj"].detach() * 30).requires_grad_()  # far beyond the cap
+    tensors["lm_head"] *= 0.05  # the teacher is not, so that its argmax is one
+    options = {"collect": True, "logit_softcap": 1.0, "num_tiles": num_tiles}
+    _, stats, _ = losses_and_gradients(distill, tensors, impl=impl, **options)
+    scores = tensors["student_hidden"] @ tensors["down_proj"].mT @ tensors["vocab_proj"].mT
+    ids = (tensors["teacher_hidden"] @ tensors["lm_head"].mT).argmax(-1)[:, None]
+    of_tile = torch.arange(67, device=ids.device) % num_tiles == ids % num_tiles
+    above = scores > scores.gather(-1, ids.expand(2, 3, 1))
+    assert torch.equal(stats.target_rank, (above & of_tile).sum(-1))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("num_tiles", [2, 7, 131])
 def test_ranks_within_tiles_match(impl, num_tiles):
     tensors = problem(steps=2, rows=5, vocab_size=131, hidden_size=16, rank=4)
@@ -341,6 +368,7 @@ def test_the_upstream_gradient_scales_everything(impl):
         ({"max_bytes": 0}, "max_bytes"),
         ({"logit_scale": 0.0}, "logit_scale"),
         ({"temperature": 0.0}, "temperature"),
+        ({"temperature": 1e-39}, "temperature"),
         ({"num_tiles": 0}, "num_tiles"),
     ],
 )

@@ -13,6 +13,7 @@ from specvocab_kernels.distill.reference import LOSSES, DistillStats
 
 __all__ = ["LOSSES", "DistillStats", "distill", "row_bytes"]
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-2, 1e3  # beyond, logits in fp32 say nothing about the distribution
 TORCH_BYTES_PER_LOGIT = 28  # teacher: logits, p, log p; student: raw, fp32, q, slope and a temporary
 
 
@@ -83,8 +84,8 @@ def distill(
             )
     if not logit_scale > 0:
         raise ValueError(f"logit_scale={logit_scale} must be positive")
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature={temperature} must be positive and finite")
+    if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise ValueError(f"temperature={temperature} must lie between {MIN_TEMPERATURE} and {MAX_TEMPERATURE}")
     if num_tiles < 1:
         raise ValueError(f"num_tiles={num_tiles} must be at least 1")
     if max_bytes < 1:
@@ -109,9 +110,10 @@ def distill(
 
         function = FusedDistill
     stats = DistillStats.empty((steps, rows), student_hidden.device) if collect else None
-    # One position's share of a large batch is too small for fp16, so the products are made with weights up to 1. Being
-    # a power of two, the unit changes no bit of the result where nothing underflows.
-    unit = _next_power_of_two(weight)
+    # One position's share of a large batch, and a gradient divided by the temperature, are too small for fp16, so the
+    # products are made with weights whose largest is about the temperature. Being a power of two, the unit changes no
+    # bit of the result where nothing underflows.
+    unit = _next_power_of_two(weight) / 2.0 ** math.floor(math.log2(temperature))
     with torch.autocast(student_hidden.device.type, enabled=False):
         total = function.apply(
             student_hidden, down_proj, vocab_proj, teacher_hidden, lm_head, weight / unit, options, stats

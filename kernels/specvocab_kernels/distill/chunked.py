@@ -131,10 +131,11 @@ def _one_step(
     aux_value = torch.zeros_like(value)
     if down is not None and vocab is not None and grads.down is not None and grads.vocab is not None:
         low_rank = hidden @ down.mT
-        approximate = _final_logits(low_rank @ vocab.mT, options)
-        if stats is not None and student_top is not None:
+        approximate = low_rank @ vocab.mT
+        if stats is not None and student_top is not None:  # before the cap, whose rounding makes ties
             stats.target_rank[at] = _rank(approximate, teacher.top, options.num_tiles)
             stats.draft_rank[at] = _rank(approximate, student_top, options.num_tiles)
+        approximate = _final_logits(approximate, options)
         aux_value, slope = value_and_slope(teacher, approximate)
         if options.gradients:
             slope = _to_raw(slope, approximate, weight * options.aux_weight, options).to(hidden.dtype)
