@@ -138,7 +138,8 @@ def build_run(config: Config) -> Run:
     estimate = MemoryEstimate.of(config, model, resident_bytes(target, config), accelerator.num_processes)
     flops_model, peak = FlopsModel.of(target, model), peak_flops(accelerator.device)
     prepared, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
-    updater = Updater(accelerator, prepared, optimizer, config.optim.max_grad_norm)
+    updater = Updater(accelerator, prepared, optimizer, config.optim.max_grad_norm,
+                      skip_non_finite=config.trainer.skip_non_finite > 0)
     state = TrainState() if resume_from is None else checkpoints.restore(resume_from, updater)
 
     train_loader, sampler = build_loader(config, accelerator, train_data, train_pieces, training=True)

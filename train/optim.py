@@ -60,8 +60,17 @@ class Updater:
     may be of any size.
     """
 
-    def __init__(self, accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer, max_grad_norm: float):
-        """``model``: a module, or DeepSpeed's engine around one; it and ``optimizer`` come from ``prepare``."""
+    def __init__(
+        self, accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer, max_grad_norm: float, *,
+        skip_non_finite: bool = False,
+    ) -> None:
+        """
+        Args:
+            model: a module, or DeepSpeed's engine around one; it and ``optimizer`` come from ``prepare``.
+            skip_non_finite: make no update where the gradient's norm is not finite. The host then waits for the norm
+                before it launches the update; else the weights are lost, and the run must stop.
+        """
+        self.skip_non_finite = skip_non_finite
         self.accelerator = accelerator
         self.model = model
         self.optimizer = optimizer
@@ -91,18 +100,18 @@ class Updater:
     def step(self, lr: float) -> float:
         """Clip, update, clear. Returns the global gradient norm before clipping; equal on all ranks.
 
-        Where it is not finite, weights and moments stay as they were.
+        Where it is not finite, weights and moments stay as they were with ``skip_non_finite`` or under DeepSpeed.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self.deepspeed:  # clips by its own config, see launch.deepspeed_config, and skips what is not finite
             self.model.step()
             return float(self.model.get_global_grad_norm())
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm))
-        if math.isfinite(norm):
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        if not self.skip_non_finite or math.isfinite(float(norm)):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm
+        return float(norm)
 
     def gather_weights(self) -> dict[str, Tensor]:
         """All weights by name, whole, on the CPU of rank 0; empty elsewhere. Called by all ranks."""
