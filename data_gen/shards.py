@@ -14,7 +14,7 @@ import json
 import shlex
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -332,6 +332,22 @@ def read_shard(path: Path, columns: list[str] | None = None) -> pa.Table:
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(f"{path} is damaged ({str(error).splitlines()[0]}); delete it, and make it again with the "
                           "same command") from error
+
+
+def supervised_ids(folder: Path | str, *, command: str = MAKE_COMMAND) -> Iterator[np.ndarray]:
+    """The tokens under ``loss_mask`` of a finished folder, one shard in memory at a time.
+
+    Raises:
+        ConfigError: the folder is not finished, or a shard is missing or damaged.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder, command=command)
+    if missing := missing_shards_of(folder, manifest, command=command):
+        raise ConfigError(f"{folder / missing[0]} is missing; make it again with `{command}`")
+    for shard in manifest.shards:
+        table = read_shard(folder / shard.file, ["input_ids", "loss_mask"])
+        ids, mask = (pc.list_flatten(table[name]).to_numpy() for name in ("input_ids", "loss_mask"))
+        yield ids[mask == 1]
 
 
 def check_made_with(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
