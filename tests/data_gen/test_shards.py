@@ -351,8 +351,9 @@ def test_a_killed_writer_leaves_whole_shards_only(tmp_path, seconds):
 
 def test_supervised_ids_are_those_under_the_mask_shard_by_shard(tmp_path):
     first = replace(GOOD, id="a", input_ids=[1, 2, 3, 8, 3, 7], loss_mask=[0, 0, 1, 1, 1, 1])
-    manifest = finish(writer(tmp_path, 3, 2), [first, replace(GOOD, id="b"), replace(GOOD, id="c", input_ids=[5, 5, 5, 9])])
+    others = [replace(GOOD, id="b"), replace(GOOD, id="c", input_ids=[5, 5, 5, 9])]
+    manifest = finish(writer(tmp_path, 3, 2), [first, *others])
     assert [ids.tolist() for ids in supervised_ids(tmp_path)] == [[3, 8, 3, 7, 3, 7], [5, 9]]
     (tmp_path / manifest.shards[1].file).unlink()
-    with pytest.raises(ConfigError, match="shard-00001.parquet is missing"):
+    with pytest.raises(ConfigError, match=r"shard-00001\.parquet is missing"):
         list(supervised_ids(tmp_path))

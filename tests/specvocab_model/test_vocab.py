@@ -57,7 +57,7 @@ def test_ids_that_are_no_vocabulary_are_refused(ids, message):
 def test_tensors_that_contradict_each_other_are_refused(d2t, t2d):
     marks = torch.zeros(9, dtype=torch.bool)
     marks[t2d] = True
-    with pytest.raises(ConfigError, match="the draft: d2t .* are not the 3 that t2d marks"):
+    with pytest.raises(ConfigError, match=r"the draft: d2t .* are not the 3 that t2d marks"):
         VocabMap.from_tensors(torch.tensor(d2t), marks, "the draft")
 
 
@@ -92,13 +92,13 @@ def test_no_token_left_out_is_more_frequent_than_one_kept(counts, size, data):
 
 
 def test_what_cannot_be_chosen_is_refused():
-    with pytest.raises(ConfigError, match="draft vocabulary of 2 has no room for the 3 special tokens.*at least 3"):
+    with pytest.raises(ConfigError, match=r"draft vocabulary of 2 has no room for the 3 special tokens.*at least 3"):
         most_frequent(torch.tensor([1, 1, 1, 1, 1]), 2, [0, 1, 2])
     with pytest.raises(ConfigError, match="no token was counted"):
         most_frequent(torch.zeros(5, dtype=torch.int64), 3, [0])
-    with pytest.raises(ConfigError, match="draft vocabulary of 0 .* at least 1"):
+    with pytest.raises(ConfigError, match=r"draft vocabulary of 0 .* at least 1"):
         most_frequent(torch.tensor([1, 2]), 0, [])
-    with pytest.raises(ConfigError, match="token id 5 .* vocabulary of 5"):
+    with pytest.raises(ConfigError, match=r"token id 5 .* vocabulary of 5"):
         most_frequent(torch.tensor([1, 2, 3, 4, 5]), 3, [5])
 
 
