@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data_gen.shards import load_rows
+from data_gen.shards import load_rows, supervised_ids
 from specvocab_model.cli import EXIT_CONFIG_ERROR
 from specvocab_model.config import DTYPES, ConfigError, TargetConfig
 from specvocab_model.decode import place_draft
@@ -47,6 +47,7 @@ from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec
 from specvocab_model.tuning import latency, report
 from specvocab_model.tuning.choices import Choice, Judge, LowerRanks, StaticChoice, calibrated_ranks
 from specvocab_model.tuning.search import Costs, Outcome, Space, best_of, pareto_front, search
+from specvocab_model.vocab import count_ids
 
 SHAPING = 5  # every fifth document shapes the lower ranks and judges nothing
 FRACTIONS = (1.0, 0.75, 0.5, 0.25)  # of the trained rank
@@ -209,11 +210,7 @@ def token_counts(options: argparse.Namespace, spec: TargetSpec) -> Tensor | None
     if options.train_data is None:
         print("no --train-data: static vocabularies are not compared")
         return None
-    counts = np.zeros(spec.vocab_size, dtype=np.int64)
-    for row in load_rows(options.train_data):
-        ids, mask = np.asarray(row["input_ids"]), np.asarray(row["loss_mask"], dtype=bool)
-        counts += np.bincount(ids[mask], minlength=spec.vocab_size)
-    return torch.from_numpy(counts)
+    return count_ids(supervised_ids(options.train_data), spec.vocab_size)
 
 
 def search_space(

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from specvocab_model.attention import DraftCache
 from specvocab_model.config import ConfigError
-from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.draft import Draft, DraftArchitecture, SpecVocabDraft
 from specvocab_model.target import Target
 from specvocab_model.tuning.choices import Choice, SpeculativeChoice, StaticChoice
 
@@ -111,6 +111,41 @@ def rest_of_round_seconds(
     for _ in range(WARM_UP):
         one_round()
     return _plain_seconds(one_round)
+
+
+@torch.no_grad()
+def draft_seconds(
+    architecture: DraftArchitecture, sizes: Sequence[int], *, batch: int, context: int, dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[float, list[float]]:
+    """One draft step of random weights: seconds of everything but the head, and of greedy heads of ``sizes`` rows.
+
+    What is timed is what ``flops.DraftFlops`` counts, ``fc`` included, behind ``context`` cached positions.
+    """
+    draft = Draft(architecture)
+    for parameter in draft.parameters():
+        parameter.data = parameter.data.to(dtype)
+    draft.to(device)
+    cache = DraftCache()
+
+    def step(num_tokens: int) -> Tensor:
+        positions = torch.arange(num_tokens, device=device).expand(batch, -1)
+        features = torch.zeros(batch, num_tokens, draft.fc.in_features, dtype=dtype, device=device)
+        embeds = torch.zeros(batch, num_tokens, architecture.hidden_size, dtype=dtype, device=device)
+        return draft.norm(draft.forward_cached(draft.fuse(features), embeds, positions, cache))
+
+    def body() -> None:
+        step(1)
+        cache.truncate(context)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    step(context)
+    hidden = torch.randn(batch, architecture.hidden_size, dtype=dtype, device=device)
+    rows = torch.randn(max(sizes), architecture.hidden_size, dtype=dtype, device=device)
+    for _ in range(WARM_UP):
+        body()
+    return _plain_seconds(body), [dense_seconds(rows[:size], hidden) for size in sizes]
 
 
 def grid(vocab_size: int, ranks: Sequence[int]) -> list[Choice]:
