@@ -2,6 +2,7 @@
 
     config.json, model.safetensors     what vLLM and SGLang read; no embedding and no lm_head, both are the target's
     vocabulary_speculator/             config.json and model.safetensors of the speculator, 8-bit where wanted
+    custom_generate/generate.py        what transformers' ``generate`` runs for this folder
     specvocab.json                     provenance: target, data, configuration, commit, metrics
     README.md                          model card
 
@@ -25,6 +26,7 @@ from specvocab_kernels.vocab_head import TileSelection
 from specvocab_kernels.vocab_head.weights import QUANTIZED
 from torch import Tensor, nn
 
+from specvocab_model import serving
 from specvocab_model.config import ConfigError, HeadConfig
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.eagle3 import check_tensors, engine_config, read_architecture, tensor_shapes
@@ -39,6 +41,7 @@ SPECULATOR_FOLDER = "vocabulary_speculator"
 DRAFT_FILE = "model.safetensors"
 SPECULATOR_FILE = f"{SPECULATOR_FOLDER}/model.safetensors"
 PROVENANCE_FILE = "specvocab.json"
+GENERATE_FILE = "custom_generate/generate.py"
 COPY_AGAIN = "copy or export the whole folder again"
 
 
@@ -94,6 +97,8 @@ def save_checkpoint(
     partial.mkdir(parents=True)
     _write_json(partial / "config.json", engine_config(architecture, target_spec, dtype))
     save_file(draft, partial / DRAFT_FILE, metadata={"format": "pt"})
+    (partial / GENERATE_FILE).parent.mkdir()
+    shutil.copyfile(Path(serving.__path__[0], "custom_generate.py"), partial / GENERATE_FILE)
     speculator_config = None
     if model.speculator is not None:
         speculator_config = _write_speculator(partial / SPECULATOR_FOLDER, model.speculator, dtype)

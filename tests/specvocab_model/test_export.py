@@ -105,7 +105,7 @@ def test_tensors_have_the_engines_names_and_nothing_else_is_stored(folder):
         "down_proj.weight", "vocab_proj.weight"
     }
     assert {path.name for path in folder.iterdir()} == {
-        "config.json", "model.safetensors", "vocabulary_speculator", "specvocab.json", "README.md"
+        "config.json", "model.safetensors", "vocabulary_speculator", "specvocab.json", "README.md", "custom_generate"
     }
     assert [path.name for path in folder.parent.iterdir()] == ["export"]
 

@@ -1,0 +1,1 @@
+"""What serving engines load: their plugins, and the parts that those share."""
