@@ -40,7 +40,7 @@ from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.losses import Objective, step_weights
 from specvocab_model.target import default_feature_layers
 from specvocab_model.unroll import plan_unroll
-from train.launch import build_accelerator
+from train.launch import build_accelerator, leave
 from train.memory import MemoryEstimate
 from train.optim import Updater, build_optimizer
 
@@ -169,7 +169,8 @@ def measure_strategy(args: argparse.Namespace) -> None:
         del step, target
     if accelerator.is_main_process:
         args.json.write_text(json.dumps(results))
-    accelerator.end_training()
+    del model, prepared, optimizer, updater
+    leave(accelerator)
 
 
 def build_draft(config: Config, shape: dict[str, Any], device: torch.device) -> SpecVocabDraft:

@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ def build_accelerator(config: Config) -> Accelerator:
         return Accelerator(cpu=use_cpu, mixed_precision="no",  # autocast is set up in build.py
                            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout), buckets])
     if use_cpu:
-        check_extension_path(Path(torch.__file__).parent)
+        without_compiled_communication()
     _single_process_defaults()
     # accelerate finds no backend on a CPU without cpu=True, and with it no DeepSpeed: each rank would train alone.
     handlers = [InitProcessGroupKwargs(backend="gloo" if use_cpu else "nccl", timeout=timeout)]
@@ -48,15 +47,25 @@ def build_accelerator(config: Config) -> Accelerator:
     return accelerator
 
 
-def check_extension_path(torch_folder: Path) -> None:
-    """DeepSpeed on a CPU compiles an extension, and torch hands its own folder to the linker without quotes.
+def without_compiled_communication() -> None:
+    """Keep DeepSpeed on a CPU to gloo's collectives.
 
-    Raises:
-        ConfigError: there is a space in the path.
+    It would compile its own for ranks that share memory: minutes where the machine is busy, a compiler and a path
+    without spaces are needed, and a job killed meanwhile leaves a lock that all later ones wait for.
     """
-    if " " in str(torch_folder):
-        raise ConfigError(f"DeepSpeed's CPU extension cannot be linked with torch in {str(torch_folder)!r}, because of "
-                          "the space in the path; install into an environment without one, or choose distributed=ddp")
+    import deepspeed  # seconds, for the runs that need it
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def leave(accelerator: Accelerator) -> None:
+    """End the process group, after the models: the caller has dropped every reference to what was prepared.
+
+    DDP's reducer would otherwise be the group's last owner, and the one freed with the interpreter's lock held: it
+    waits for gloo's thread, and that thread, with a collective's tensors to free, for the lock.
+    """
+    accelerator.free_memory()
+    accelerator.end_training()
 
 
 def deepspeed_config(config: Config) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.target_spec import load_spec_and_tokenizer
 from train.build import build_run
 from train.checkpoint import CheckpointError
+from train.launch import leave
 from train.loop import NonFiniteError, report, train
 from train.preemption import EXIT_PREEMPTED, Preempted, listen
 from train.tracking import check_installed
@@ -49,7 +50,9 @@ def main(config: Config) -> None:
         except Preempted:
             report(run, f"stopped by a signal after step {run.state.step}; start the same command to go on")
             sys.exit(EXIT_PREEMPTED)
-        run.accelerator.end_training()
+        accelerator = run.accelerator
+        del run
+        leave(accelerator)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -12,12 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 300  # DeepSpeed compiles an extension the first time
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed on the CPU compiles an extension")
+TIMEOUT_S = 300
 
 
 def free_port() -> int:

@@ -17,7 +17,6 @@ from tests.train.launching import (
     accelerate_deepspeed,
     free_port,
     launch,
-    needs_compiler,
     python,
     torchrun,
 )
@@ -46,15 +45,16 @@ def assert_same_training(root: Path, name: str, reference: str) -> None:
 
 def test_four_ddp_ranks_train_as_one(root, reference):
     """Uneven counts, micro-batches without valid positions on some ranks, and empty ones in the last group."""
-    job = launch(root / "logs", overrides(root, "ddp", FOUR_RANKS, "distributed=ddp"), torchrun(4))
+    job = launch(root / "logs", overrides(root, "ddp", FOUR_RANKS, "distributed=ddp"),
+                 torchrun(4, script="tests/train/see_the_end.py"))
     assert job.process.returncode == 0, job.stderr[-3000:]
+    assert job.stdout.count("0 models left on rank") == 4
     assert job.stdout.count("step 1/") == 1  # one voice
     assert "ddp: 4 ranks x 1 micro-batches x 1 rows of 48 tokens = 4 rows, 192 tokens a step;" in job.stdout
     assert "memory of a rank, estimated: parameters 0.0, optimizer 0.0" in job.stdout
     assert_same_training(root, "ddp", reference)
 
 
-@needs_compiler
 @pytest.mark.slow
 def test_two_zero2_ranks_of_which_one_dies_go_on_as_zero3_and_then_as_one_rank(root, reference):
     """A checkpoint belongs to no strategy and no number of ranks; the data order is that of the steps."""
@@ -64,10 +64,12 @@ def test_two_zero2_ranks_of_which_one_dies_go_on_as_zero3_and_then_as_one_rank(r
     assert died.process.returncode != 0 and not (root / "moving" / "final").exists()
     assert (root / "moving" / "checkpoints" / "latest").read_text() == "step-4", died.stderr[-3000:]
 
-    job = Job(root / "logs", [*arguments, "distributed=zero3"], accelerate_deepspeed())
+    job = Job(root / "logs", [*arguments, "distributed=zero3"], accelerate_deepspeed(),
+              TORCH_EXTENSIONS_DIR=str(root / "extensions"))
     job.wait_until(lambda: "step 5/" in job.stdout)
     job.rank(1).send_signal(signal.SIGTERM)
     assert job.wait() != 0 and "exitcode  : 75" in job.stderr, job.stderr[-3000:]
+    assert not (root / "extensions").exists()  # nothing is compiled
     assert "step 4/" not in job.stdout and "stopped by a signal after step " in job.stdout
 
     config = config_of(overrides(root, "moving"))
@@ -79,7 +81,6 @@ def test_two_zero2_ranks_of_which_one_dies_go_on_as_zero3_and_then_as_one_rank(r
     assert largest_difference(exported.state_dict(), final_weights(root, "moving")) == 0.0
 
 
-@needs_compiler
 @pytest.mark.slow
 def test_zero3_ranks_with_0_64_and_320_valid_tokens_and_a_sharded_target(tmp_path):
     """They run the same collectives in the same order, and train as one rank that holds the whole target; also when

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from specvocab_model.config import Config, ConfigError, DistributedConfig, TrainerConfig
-from train.launch import check_extension_path, check_launch, deepspeed_config
+from train.launch import check_launch, deepspeed_config
 
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "2"}
 
@@ -73,9 +71,3 @@ def test_deepspeed_leaves_weighting_to_the_loop():
     settings = deepspeed_config(config("zero3"))
     assert settings["gradient_accumulation_steps"] == 1 and settings["gradient_clipping"] == 0.5
     assert settings["zero_optimization"]["stage"] == 3 and "bf16" not in settings  # fp32 parameters
-
-
-def test_deepspeed_on_a_cpu_needs_an_environment_without_spaces():
-    check_extension_path(Path("/home/me/specvocab/.venv/lib/torch"))
-    with pytest.raises(ConfigError, match=r"'/home/me/my code/\.venv/lib/torch', because of the space"):
-        check_extension_path(Path("/home/me/my code/.venv/lib/torch"))
