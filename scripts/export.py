@@ -5,6 +5,9 @@
 Reads ``output_dir/final/``, writes ``output_dir/export/``. Weights are stored in the target's type, because engines run
 the draft in it. How candidates are selected may differ from training, what shapes the weights may not.
 
+    export.weights=best       the checkpoint with the best simulated tau on the validation data, not the last step
+    export=speculators        in the layout of the library speculators, to output_dir/export-speculators/
+
 With ``head.quantization=fp8`` or ``int8`` the speculator's ``vocab_proj`` is rounded to 8 bits. Where the validation
 data are on this machine, the target then runs over some of them to say what that costs in candidate recall.
 """
@@ -26,10 +29,13 @@ from specvocab_model.config import Config, ConfigError
 from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.draft_states import collect_draft_states, describe_cost, quantization_cost
-from specvocab_model.export import Provenance, read_tensors, save_checkpoint
+from specvocab_model.export import Provenance, save_checkpoint
 from specvocab_model.files import read_json, require_fields
 from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec
+from specvocab_model.tensor_files import read_tensors
+from train.checkpoint import BEST_METRIC, MODEL_FILE, best_checkpoint
 
+FOLDERS = {"eagle3": "export", "speculators": "export-speculators"}  # of output_dir, by layout
 RECALL_TOKENS = 4096  # of the validation data, that rounding is judged on
 
 TRAIN_AGAIN = "remove its folder and start the training command again: it goes on from its last checkpoint"
@@ -59,10 +65,15 @@ def export(config: Config) -> Path:
     require_fields(training, TRAINING_FIELDS, path, TRAIN_AGAIN)
     spec = load_spec(config.target)
     check_run(training, config, spec)
+    weights, digest = final / MODEL_FILE, training.get("model_sha256")  # older runs do not have it
+    if config.export.weights == "best":
+        best, state = best_checkpoint(output)  # whole, so its digest is known to be right
+        weights, digest = best / MODEL_FILE, None
+        training |= {"step": state.best_step, "metrics": {BEST_METRIC: state.best_tau}}
+        print(f"step {state.best_step}, with {BEST_METRIC} {state.best_tau:.4f} on the validation data")
     model = SpecVocabDraft.build(spec, config.draft, config.head)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    digest = training.get("model_sha256")  # older runs do not have it
-    model.load_state_dict(read_tensors(final / "model.safetensors", shapes, TRAIN_AGAIN, digest))
+    model.load_state_dict(read_tensors(weights, shapes, TRAIN_AGAIN, digest))
     recall = None if config.head.quantization is None else quantize(model, config.head.quantization, config)
     provenance = Provenance(
         step=training["step"],
@@ -72,7 +83,8 @@ def export(config: Config) -> Path:
         config=training["config"],
         candidate_recall=recall,
     )
-    return save_checkpoint(output / "export", model, spec, provenance, dtype=TORCH_DTYPES[config.target.dtype])
+    return save_checkpoint(output / FOLDERS[config.export.layout], model, spec, provenance,
+                           dtype=TORCH_DTYPES[config.target.dtype], layout=config.export.layout)
 
 
 def quantize(model: SpecVocabDraft, precision: str, config: Config) -> dict[str, Any] | None:

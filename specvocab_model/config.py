@@ -30,6 +30,7 @@ SELECTIONS = ("tile", "exact")
 QUANTIZATIONS = ("fp8", "int8")
 LOSSES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid")
 ENGINES = ("transformers", "vllm", "openai")
+LAYOUTS = ("eagle3", "speculators")
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3")
 
 _SET_IT = "choose an experiment (+experiment=NAME) or set it (key=value)"
@@ -401,6 +402,18 @@ class EvalConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ExportConfig:
+    """What scripts/export.py makes of a run; no other command reads it."""
+
+    layout: str = "eagle3"  # SafeAILab's and SpecForge's, in output_dir/export; speculators: in export-speculators
+    weights: str = "final"  # best: of the checkpoint with the best simulated tau on the validation data
+
+    def __post_init__(self) -> None:
+        _one_of("export.layout", self.layout, LAYOUTS)
+        _one_of("export.weights", self.weights, ("final", "best"))
+
+
+@dataclass(kw_only=True, slots=True)
 class SweepConfig:
     """The points that scripts/sweep.py trains; no other command reads it. Keys are those of overrides (optim.lr)."""
 
@@ -448,6 +461,7 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
@@ -474,7 +488,7 @@ NODES: dict[str, type] = {
     "target": TargetConfig, "draft": DraftConfig, "head": HeadConfig, "data": DataConfig,
     "generation": GenerationConfig, "trainer": TrainerConfig, "optim": OptimConfig,
     "distributed": DistributedConfig, "tracking": TrackingConfig, "eval": EvalConfig,
-    "sweep": SweepConfig,
+    "export": ExportConfig, "sweep": SweepConfig,
 }
 
 

@@ -45,6 +45,7 @@ class DraftArchitecture:
     rope_parameters: dict[str, Any]
     max_position_embeddings: int
     num_unroll_steps: int
+    norm_before_residual: bool = False  # of some public drafts: the layer adds to the normalised state
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -140,6 +141,7 @@ class DraftLayer(nn.Module):
     def __init__(self, architecture: DraftArchitecture):
         super().__init__()
         config = architecture.llama_config()
+        self.norm_before_residual = architecture.norm_before_residual
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = DraftAttention(architecture)
@@ -148,12 +150,18 @@ class DraftLayer(nn.Module):
 
     def forward(self, hidden: Tensor, token_embeds: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         """``hidden`` and ``token_embeds`` [B, T, d] -> pre-norm output [B, T, d]."""
-        inputs = torch.cat([self.input_layernorm(token_embeds), self.hidden_norm(hidden)], dim=-1)
-        return self.finish(hidden, self.self_attn(inputs, rotary, memory))
+        normed, residual = self.enter(hidden)
+        inputs = torch.cat([self.input_layernorm(token_embeds), normed], dim=-1)
+        return self.finish(residual, self.self_attn(inputs, rotary, memory))
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Everything after the attention: ``hidden`` [.., d], ``attended`` [.., H, D] -> [.., d]."""
-        hidden = hidden + self.self_attn.o_proj(attended.flatten(-2))
+    def enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the attention reads of ``hidden`` [.., d], and what the layer adds its output to."""
+        normed = self.hidden_norm(hidden)
+        return normed, normed if self.norm_before_residual else hidden
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Everything after the attention: ``residual`` [.., d], ``attended`` [.., H, D] -> [.., d]."""
+        hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 

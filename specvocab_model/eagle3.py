@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -16,22 +15,37 @@ from specvocab_model.draft import DraftArchitecture
 from specvocab_model.target import TargetSpec, default_feature_layers
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+# Everything that changes the forward pass and has but one value here; null and absent mean that value.
+LOADABLE = {
+    "architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1, "num_aux_hidden_states": 3,
+    "attention_bias": False, "mlp_bias": False, "hidden_act": "silu",
+    "norm_before_fc": False, "fc_norm": False, "use_aux_norm": False, "norm_output": False,
+    "quantization_config": None,
+}
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
          "max_position_embeddings")
 
 
-def engine_config(architecture: DraftArchitecture, target_spec: TargetSpec, dtype: torch.dtype) -> dict[str, Any]:
-    """``config.json`` of a full-vocabulary EAGLE-3 draft that shares the target's head.
+def engine_config(
+    architecture: DraftArchitecture, target_spec: TargetSpec, dtype: torch.dtype, draft_vocab_size: int | None = None
+) -> dict[str, Any]:
+    """``config.json`` of an EAGLE-3 draft.
 
     Feature layers appear twice because engines count differently: at the top level as the layer whose *input* is read
     (HF's ``hidden_states[L]``; vLLM), in ``eagle_config`` as the layer whose *output* is (SGLang). RoPE appears in the
-    spelling of transformers 4 and of 5. ``draft_vocab_size`` must be there and null: absent, SGLang raises.
+    spelling of transformers 4 and of 5. The target's factor on its logits is read by vLLM, its soft-cap by SGLang.
+
+    Args:
+        draft_vocab_size: rows of the draft's own ``lm_head``; null where it shares the target's. The key must be there
+            even so: absent, SGLang raises.
     """
     layers = list(architecture.feature_layers)
+    # Read by vLLM; SGLang has no such layer. Drafts trained here never need it, so theirs do not have the key.
+    residual = {"norm_before_residual": True} if architecture.norm_before_residual else {}
     rope = dict(architecture.rope_parameters)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [ARCHITECTURE],
         "model_type": "llama",
         "torch_dtype": str(dtype).removeprefix("torch."),
         "hidden_size": architecture.hidden_size,
@@ -49,9 +63,10 @@ def engine_config(architecture: DraftArchitecture, target_spec: TargetSpec, dtyp
         "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
         "rope_parameters": rope,
         "vocab_size": architecture.vocab_size,
-        "draft_vocab_size": None,
+        "draft_vocab_size": draft_vocab_size,
         "tie_word_embeddings": False,
         "logit_scale": target_spec.logit_scale,
+        "final_logit_softcapping": target_spec.logit_softcap,
         "eos_token_id": list(target_spec.eos_token_ids),
         "pad_token_id": target_spec.pad_token_id,
         "num_aux_hidden_states": len(layers),
@@ -60,15 +75,21 @@ def engine_config(architecture: DraftArchitecture, target_spec: TargetSpec, dtyp
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers],
         },
-    }
+    } | residual
 
 
-def tensor_shapes(architecture: DraftArchitecture) -> dict[str, tuple[int, ...]]:
-    """Every tensor of ``model.safetensors`` and its shape, written out: this is the contract with the engines."""
+def tensor_shapes(
+    architecture: DraftArchitecture, draft_vocab_size: int | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Every tensor of ``model.safetensors`` and its shape, written out: this is the contract with the engines.
+
+    Args:
+        draft_vocab_size: as in ``engine_config``. Below V the map between the two numberings comes with the head.
+    """
     d, m = architecture.hidden_size, architecture.intermediate_size
     query = architecture.num_attention_heads * architecture.head_dim
     key = architecture.num_key_value_heads * architecture.head_dim
-    return {
+    shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (d, 3 * d),
         "midlayer.input_layernorm.weight": (d,),
         "midlayer.hidden_norm.weight": (d,),
@@ -82,30 +103,68 @@ def tensor_shapes(architecture: DraftArchitecture) -> dict[str, tuple[int, ...]]
         "midlayer.mlp.down_proj.weight": (d, m),
         "norm.weight": (d,),
     }
+    if draft_vocab_size is not None:
+        shapes["lm_head.weight"] = (draft_vocab_size, d)
+        if draft_vocab_size < architecture.vocab_size:
+            shapes |= {"d2t": (draft_vocab_size,), "t2d": (architecture.vocab_size,)}
+    return shapes
 
 
-def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Compare a set of tensors with what the format wants, because the engines do not.
+def check_served(
+    config: Mapping[str, Any], architecture: DraftArchitecture, target_spec: TargetSpec | None, where: str
+) -> None:
+    """See that engines would serve what a ``config.json`` describes, and not something else without a word.
+
+    Args:
+        config: of a checkpoint in our spelling, and ``architecture`` what it describes.
+        target_spec: the target it is for; without it the context length is not checked.
 
     Raises:
-        ConfigError: one line with every name that is missing, unknown, of another shape or not finite.
+        ConfigError: one line naming the key and what an engine would make of it.
     """
-    problems = [f"{name} is missing" for name in shapes if name not in tensors]
-    for name, tensor in tensors.items():
-        if name not in shapes:
-            problems.append(f"{name} is unknown")
-        elif tuple(tensor.shape) != shapes[name]:
-            problems.append(f"{name} has shape {tuple(tensor.shape)} instead of {shapes[name]}")
-        elif not torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all():
-            problems.append(f"{name} is not finite")
-    if problems:
-        raise ConfigError(f"{where} is not a complete draft: {'; '.join(problems)}")
+    if "draft_vocab_size" not in config:
+        raise ConfigError(f"{where} has no draft_vocab_size, without which SGLang does not start; set it to null for a "
+                          "draft that shares the target's lm_head")
+    if config.get("tie_word_embeddings"):
+        raise ConfigError(f"{where} has tie_word_embeddings=true, for which SGLang takes the embedding in the place of "
+                          "the draft's lm_head; set it to false")
+    longest = architecture.max_position_embeddings
+    if target_spec is not None and longest < target_spec.max_position_embeddings:
+        raise ConfigError(f"{where} has max_position_embeddings={longest}, but {target_spec.name} is served up to "
+                          f"{target_spec.max_position_embeddings}: past its own end a draft is refused or drafts "
+                          f"nonsense; set it to {target_spec.max_position_embeddings}")
+
+
+def check_target(architecture: DraftArchitecture, target_spec: TargetSpec, where: str) -> None:
+    """See that a draft can stand on this target.
+
+    Raises:
+        ConfigError: it is of another size.
+    """
+    for name in ("hidden_size", "vocab_size"):
+        ours, theirs = getattr(architecture, name), getattr(target_spec, name)
+        if ours != theirs:
+            raise ConfigError(f"{where} has {name}={ours}, but {target_spec.name} has {theirs}; use the target that "
+                              "the draft was trained for")
+
+
+def read_draft_vocab_size(config: Mapping[str, Any], where: str) -> int | None:
+    """Rows of the draft's own ``lm_head``; ``None`` where it shares the target's.
+
+    Raises:
+        ConfigError: it is no number of tokens of this vocabulary.
+    """
+    size, vocab_size = config.get("draft_vocab_size"), config["vocab_size"]
+    if size is not None and not (type(size) is int and 1 <= size <= vocab_size):
+        raise ConfigError(f"{where} has draft_vocab_size={size!r}; it must be null, or between 1 and vocab_size="
+                          f"{vocab_size}")
+    return size
 
 
 def read_architecture(
     config: Mapping[str, Any], where: str, num_unroll_steps: int | None, target_spec: TargetSpec | None
 ) -> DraftArchitecture:
-    """The draft that a ``config.json`` describes, ours or of any EAGLE-3 draft that shares the target's head.
+    """The draft that a ``config.json`` in our spelling describes; ``draft_vocab_size`` is the head's affair.
 
     Args:
         config: the parsed file.
@@ -116,10 +175,12 @@ def read_architecture(
     Raises:
         ConfigError: one line naming the key that this package cannot serve.
     """
-    for key, wanted in {"architectures": [ARCHITECTURE], "num_hidden_layers": 1, "attention_bias": False,
-                        "mlp_bias": False, "hidden_act": "silu", "norm_before_residual": False}.items():
-        if config.get(key, wanted) != wanted:
+    for key, wanted in LOADABLE.items():
+        if config.get(key) not in (None, wanted):
             raise ConfigError(f"{where} has {key}={config[key]!r}; only {wanted!r} can be loaded")
+    norm_before_residual = config.get("norm_before_residual") or False
+    if norm_before_residual is not True and norm_before_residual is not False:
+        raise ConfigError(f"{where} has norm_before_residual={norm_before_residual!r}; it must be true or false")
     for key in SIZES:
         if isinstance(size := config.get(key), int) and size < 1:
             raise ConfigError(f"{where} has {key}={size}; it must be at least 1")
@@ -133,10 +194,6 @@ def read_architecture(
     if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
         raise ConfigError(f"{where} has rope_type={rope_type!r}; known are default, {', '.join(ROPE_INIT_FUNCTIONS)}")
     assert llama.num_key_value_heads is not None and llama.head_dim is not None  # LlamaConfig fills them in
-    draft_vocab_size = config.get("draft_vocab_size")
-    if draft_vocab_size not in (None, llama.vocab_size):
-        raise ConfigError(f"{where} has a reduced head (draft_vocab_size={draft_vocab_size}); only drafts with the "
-                          f"full vocabulary of {llama.vocab_size} tokens can be loaded")
     return DraftArchitecture(
         hidden_size=llama.hidden_size,
         intermediate_size=llama.intermediate_size,
@@ -149,6 +206,7 @@ def read_architecture(
         rope_parameters=dict(llama.rope_parameters),
         max_position_embeddings=llama.max_position_embeddings,
         num_unroll_steps=num_unroll_steps or DraftConfig().num_unroll_steps,
+        norm_before_residual=norm_before_residual,
     )
 
 
@@ -161,6 +219,9 @@ def _feature_layers(config: Mapping[str, Any], where: str, target_spec: TargetSp
     for layers in (inputs, outputs):
         if layers is not None and not (isinstance(layers, list) and [type(layer) for layer in layers] == [int] * 3):
             raise ConfigError(f"{where} has {key}={layers!r}; a draft reads exactly three layers, given by number")
+    for flag, wanted in {"use_aux_hidden_state": True, "norm_before_fc": False}.items():
+        if nested.get(flag, wanted) != wanted:
+            raise ConfigError(f"{where} has eagle_config.{flag}={nested[flag]!r}; only {wanted!r} can be loaded")
     if inputs is None and outputs is not None:
         inputs = [layer + 1 for layer in outputs]
     if inputs is None:
@@ -170,4 +231,8 @@ def _feature_layers(config: Mapping[str, Any], where: str, target_spec: TargetSp
     if outputs is not None and [layer + 1 for layer in outputs] != inputs:
         raise ConfigError(f"{where} contradicts itself: {key} is {inputs} (layers whose input is read), so "
                           f"eagle_config must have one less each (layers whose output is read), but has {outputs}")
+    last = inputs[2] + 1 if target_spec is None else target_spec.num_hidden_layers
+    if not 1 <= inputs[0] < inputs[1] < inputs[2] < last:  # engines sort them, whatever fc was trained for
+        raise ConfigError(f"{where} has {key}={inputs}; they must ascend from 1 on, and lie below the number of the "
+                          f"target's layers{'' if target_spec is None else f', {last}'}")
     return inputs[0], inputs[1], inputs[2]

@@ -1,9 +1,11 @@
-"""Files that may have been damaged since they were written: read whole, or refused in one line."""
+"""Files that outlive a crash: written whole under their final name, read whole or refused in one line."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
@@ -51,3 +53,39 @@ def sha256(path: Path) -> str:
     """SHA-256 of a file's bytes, as hexadecimal digits."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Indented, for people to read."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Put ``new``, flushed to the disk, in the place of ``folder``, whatever is there.
+
+    A rename cannot replace a folder that is not empty, so the old one is moved aside first: a crash in between leaves
+    both, under their other names.
+    """
+    flush_tree(new)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def flush_tree(folder: Path) -> None:
+    """Force every file and folder of a tree to the disk: else a rename may survive a crash that its data do not."""
+    for path in [*folder.rglob("*"), folder]:
+        flush(path)
+
+
+def flush(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

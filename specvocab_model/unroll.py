@@ -191,12 +191,13 @@ def unroll(
         # Step 0 leaves a key at every position, so it projects all of them.
         at = index if step else torch.arange(len(positions), device=index.device)
         part = take_rows(token_part, at + 1 + step)
-        projected = torch.addmm(part, layer.hidden_norm(hidden), hidden_weight.mT)
+        normed, residual = layer.enter(hidden)
+        projected = torch.addmm(part, normed, hidden_weight.mT)
         query, key, value = layer.self_attn.split_heads(projected)
         cos, sin = draft.rotary(hidden, (positions[at] + step)[None])
         query, key = rotate(query, cos[0], sin[0]), rotate(key, cos[0], sin[0])
         if step == 0:
-            query, hidden = take_rows(query, index), take_rows(hidden, index)
-        hidden = layer.finish(hidden, memory.attend(query, key, value))
+            query, residual = take_rows(query, index), take_rows(residual, index)
+        hidden = layer.finish(residual, memory.attend(query, key, value))
         outputs.append(hidden)
     return outputs

@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from specvocab_model.config import Config, ConfigError
-from specvocab_model.files import read_json, require_fields, sha256
+from specvocab_model.files import flush, flush_tree, read_json, replace_folder, require_fields, sha256
 from train.optim import MOMENTS, Updater
 
 logger = logging.getLogger(__name__)
@@ -46,14 +46,15 @@ RNG_FILE = "rng.pt"
 LATEST_FILE = "latest"
 MODEL_FILE = "model.safetensors"
 TRAINING_FILE = "training.json"
+BEST_METRIC = "simulated_tau/candidates"  # of the validation data, to be large
 
 # What may differ between the run that wrote a checkpoint and the one that resumes: it does not touch the numbers, or
 # (loss_memory_mib, how rows are shared out) only the order of sums. The target and the data are compared by content,
 # not by path, and the device by what it is, not by how it was asked for.
 FREE_SETTINGS = (
     "action", "inspect", "run_name", "output_dir", "target.model", "target.chat_template_kwargs", "data.train_path",
-    "data.validation_path", "data.features_path", "data.num_workers", "generation.", "tracking.", "eval.", "sweep.",
-    "distributed.", "trainer.micro_batch_size", "trainer.gradient_accumulation_steps", "trainer.resume",
+    "data.validation_path", "data.features_path", "data.num_workers", "generation.", "tracking.", "eval.", "export.",
+    "sweep.", "distributed.", "trainer.micro_batch_size", "trainer.gradient_accumulation_steps", "trainer.resume",
     "trainer.log_every", "trainer.validate_every", "trainer.save_every", "trainer.keep_", "trainer.loss_memory_mib",
     "trainer.skip_non_finite", "head.quantization",
 )
@@ -152,14 +153,14 @@ class Checkpoints:
         """
         name = f"step-{state.step}"
         write_manifest(partial)
-        _flush_tree(partial)
+        flush_tree(partial)
         shutil.rmtree(self.folder / name, ignore_errors=True)
         partial.rename(self.folder / name)
         pointer = self.folder / f".{LATEST_FILE}.partial"
         pointer.write_text(name)
-        _flush(pointer)
+        flush(pointer)
         os.replace(pointer, self.folder / LATEST_FILE)
-        _flush(self.folder)
+        flush(self.folder)
         complete = self._by_step()
         kept = set(sorted(step for step in complete if step <= state.step)[-self.keep :])
         if self.keep_best:
@@ -297,12 +298,34 @@ def save_final(folder: Path, accelerator: Accelerator, updater: Updater, trainin
         writer.write(MODEL_FILE, weights)
         writer.attempt(lambda: training.update(model_sha256=sha256(partial / MODEL_FILE)))
         writer.write(TRAINING_FILE, training)
-        writer.attempt(lambda: _replace(partial, folder))
+        writer.attempt(lambda: replace_folder(partial, folder))
         problem = writer.problem
     problem = broadcast_object_list([problem])[0]
     if problem is not None:
         raise CheckpointError(f"the result could not be written to {folder} ({problem}); the checkpoints are intact: "
                               "make room, then start the same command")
+
+
+def best_checkpoint(output_dir: Path) -> tuple[Path, TrainState]:
+    """The checkpoint with the best simulated tau on the validation data, and the state of the run that says so.
+
+    Raises:
+        ConfigError: there is none, because nothing was validated or it was not kept, or it is damaged.
+    """
+    folder, fix = output_dir / "checkpoints", "export the final weights (export.weights=final)"
+    pointer = folder / LATEST_FILE
+    if not pointer.is_file():
+        raise ConfigError(f"{folder} holds no checkpoint; {fix}")
+    path = folder / pointer.read_text(encoding="utf-8", errors="replace").strip("\0\n ") / STATE_FILE
+    content = read_json(path, fix)
+    require_fields(content, {"state": dict}, path, fix)
+    require_fields(content["state"], {"best_step": int, "best_tau": float}, path, fix)
+    state = TrainState(**content["state"])
+    best = folder / f"step-{state.best_step}"
+    if not best.is_dir():
+        raise ConfigError(f"{best}, the best of the run, was not kept (trainer.keep_best); {fix}")
+    check_whole(best)
+    return best, state
 
 
 def write_manifest(folder: Path) -> None:
@@ -352,24 +375,3 @@ def _save_pickle(content: list[dict[str, Tensor]], path: Path) -> None:
 def _new_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-
-
-def _replace(partial: Path, folder: Path) -> None:
-    _flush_tree(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-    _flush(folder.parent)
-
-
-def _flush_tree(folder: Path) -> None:
-    """Force every file and folder of a tree to the disk: else a rename may survive a crash that its data do not."""
-    for path in [*folder.rglob("*"), folder]:
-        _flush(path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from specvocab_model.acceptance import AcceptanceSums, summarise
 from specvocab_model.losses import step_weights
 from specvocab_model.unroll import UnrollPlan
-from train.checkpoint import save_final
+from train.checkpoint import BEST_METRIC, save_final
 from train.metrics import peak_memory_gib
 from train.optim import learning_rate
 from train.packing import PADDING_DOCUMENT, Batch
@@ -130,8 +130,8 @@ def validate_if_due(run: Run) -> dict[str, float]:
         return {}
     metrics, samples = validate(run)
     state.validated_step = state.step
-    if metrics["simulated_tau/candidates"] > state.best_tau:
-        state.best_tau, state.best_step = metrics["simulated_tau/candidates"], state.step
+    if metrics[BEST_METRIC] > state.best_tau:
+        state.best_tau, state.best_step = metrics[BEST_METRIC], state.step
     run.tracker.log({f"validation/{name}": value for name, value in metrics.items()}, state.step)
     run.tracker.log_samples(samples, state.step)
     report(run, validation_line(run, metrics))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from specvocab_model.config import (
     DataConfig,
     DraftConfig,
     EvalConfig,
+    ExportConfig,
     HeadConfig,
     TargetConfig,
 )
@@ -25,6 +27,7 @@ from specvocab_model.export import load_checkpoint
 from specvocab_model.target import load_spec
 from tests.scripts.data import write_data
 from tests.tiny import tiny_target_folder
+from train.checkpoint import TrainState, write_manifest
 
 
 @pytest.fixture
@@ -62,6 +65,55 @@ def test_the_run_becomes_a_checkpoint_in_the_targets_type(config):
 
     half = replace(config, target=replace(config.target, dtype="bfloat16"))
     assert load_checkpoint(export.export(half)).draft.fc.weight.dtype == torch.bfloat16
+
+
+def keep_checkpoints(config: Config, *, best: int) -> dict[int, SpecVocabDraft]:
+    """Checkpoints of steps 4 and 7 with different weights, of which ``best`` is said to be the best."""
+    spec, models = load_spec(config.target), {}
+    root = Path(config.output_dir, "checkpoints")
+    for step in (4, 7):
+        models[step] = SpecVocabDraft.build(spec, config.draft, config.head)
+        folder = root / f"step-{step}"
+        folder.mkdir(parents=True)
+        save_file(dict(models[step].state_dict()), folder / "model.safetensors")
+        torch.save([], folder / "rng.pt")
+        state = TrainState(step=step, best_step=best, best_tau=2.25)
+        (folder / "state.json").write_text(json.dumps({"state": asdict(state), "identity": {}}))
+        write_manifest(folder)
+    (root / "latest").write_text("step-7")
+    return models
+
+
+def test_the_best_checkpoint_is_exported_on_request(config, capsys):
+    last = finish_training(config)
+    kept = keep_checkpoints(config, best=4)
+    best = replace(config, export=ExportConfig(weights="best"))
+    folder = export.export(best)
+    assert torch.equal(load_checkpoint(folder).draft.fc.weight, kept[4].draft.fc.weight)
+    record = json.loads((folder / "specvocab.json").read_text())
+    assert (record["step"], record["metrics"]) == (4, {"simulated_tau/candidates": 2.25})
+    assert "step 4, with simulated_tau/candidates 2.2500" in capsys.readouterr().out
+    assert torch.equal(load_checkpoint(export.export(config)).draft.fc.weight, last.draft.fc.weight)
+
+    weights = Path(config.output_dir, "checkpoints/step-4/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"step-4/model.safetensors is missing or damaged"):
+        export.export(best)
+    shutil.rmtree(weights.parent)
+    with pytest.raises(ConfigError, match=r"step-4, the best of the run, was not kept .*export.weights=final"):
+        export.export(best)
+    shutil.rmtree(weights.parent.parent)
+    with pytest.raises(ConfigError, match=r"checkpoints holds no checkpoint; export the final weights"):
+        export.export(best)
+
+
+def test_the_layout_of_speculators_has_a_folder_of_its_own(config):
+    model = finish_training(config)
+    export.export(config)
+    folder = export.export(replace(config, export=ExportConfig(layout="speculators")))
+    assert folder == Path(config.output_dir, "export-speculators") and folder.with_name("export").is_dir()
+    assert "speculators_config" in json.loads((folder / "config.json").read_text())
+    assert torch.equal(load_checkpoint(folder, load_spec(config.target)).draft.fc.weight, model.draft.fc.weight)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from specvocab_kernels.vocab_head import ExactSelection, vocab_head
 from transformers import LlamaConfig
 
-from specvocab_model import export
+from specvocab_model import export, files
 from specvocab_model.attention import DraftCache
 from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
 from specvocab_model.draft import SpecVocabDraft
@@ -24,6 +25,8 @@ SPEC = TargetSpec(
 )
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 1024,
+             "beta_fast": 24.0, "beta_slow": 2.0}
 PROVENANCE = Provenance(step=12, metrics={"loss": 2.5}, git_commit="c0ffee", config={"seed": 0})
 
 # SERVING.md's list, by hand.
@@ -75,7 +78,8 @@ def test_config_is_what_stock_engines_read(folder):
         "draft_vocab_size": None, "tie_word_embeddings": False, "torch_dtype": "float32", "hidden_size": 48,
         "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 20,
         "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "rope_scaling": None, "max_position_embeddings": 4096,
-        "attention_bias": False, "mlp_bias": False, "logit_scale": 0.5, "num_aux_hidden_states": 3,
+        "attention_bias": False, "mlp_bias": False, "logit_scale": 0.5, "final_logit_softcapping": None,
+        "num_aux_hidden_states": 3,
         "eagle_aux_hidden_state_layer_ids": [2, 6, 9],
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 5, 8]},
     }
@@ -83,7 +87,7 @@ def test_config_is_what_stock_engines_read(folder):
     assert "norm_before_residual" not in config
 
 
-@pytest.mark.parametrize("rope", [SPEC.rope_parameters, LLAMA3_ROPE])
+@pytest.mark.parametrize("rope", [SPEC.rope_parameters, LLAMA3_ROPE, YARN_ROPE])
 @pytest.mark.parametrize("spelling", ["as written", "transformers 4", "transformers 5"])
 def test_transformers_reads_the_same_architecture(rope, spelling, tmp_path):
     spec = dataclasses.replace(SPEC, rope_parameters=rope)
@@ -247,7 +251,16 @@ def test_another_target_is_refused(change, message, model, folder, tmp_path):
         ("vocabulary_speculator/config.json", {"tile": 100}, "config.json: head.tile=100 must be a power of two"),
         ("config.json", {"architectures": ["LlamaForCausalLM"]}, "architectures=['LlamaForCausalLM']"),
         ("config.json", {"num_hidden_layers": 2}, "num_hidden_layers=2"),
-        ("config.json", {"norm_before_residual": True}, "norm_before_residual=True"),
+        ("config.json", {"norm_before_residual": "yes"}, "norm_before_residual='yes'; it must be true or false"),
+        ("config.json", {"norm_before_fc": True}, "norm_before_fc=True; only False can be loaded"),
+        ("config.json", {"fc_norm": True}, "fc_norm=True"),
+        ("config.json", {"norm_output": True}, "norm_output=True"),
+        ("config.json", {"model_type": "qwen3"}, "model_type='qwen3'"),
+        ("config.json", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
+        ("config.json", {"tie_word_embeddings": True}, "tie_word_embeddings=true, for which SGLang"),
+        ("config.json", {"draft_vocab_size": KeyError}, "has no draft_vocab_size, without which SGLang does not start"),
+        ("config.json", {"draft_vocab_size": 278}, "draft_vocab_size=278; it must be null, or between 1 and"),
+        ("config.json", {"draft_vocab_size": 277}, "lm_head.weight is missing"),
         ("config.json", {"attention_bias": True}, "attention_bias=True"),
         ("config.json", {"hidden_act": "gelu"}, "hidden_act='gelu'; only 'silu'"),
         ("config.json", {"eagle_config": [1, 5, 8]}, "eagle_config=[1, 5, 8]; it must be an object or null"),
@@ -257,14 +270,101 @@ def test_another_target_is_refused(change, message, model, folder, tmp_path):
         ("config.json", {"rope_parameters": "default"}, "Field 'rope_parameters'"),
         ("config.json", {"head_dim": 19}, "`head_dim`=19"),
         ("config.json", {"num_key_value_heads": 0}, "num_key_value_heads=0"),
-        ("config.json", {"draft_vocab_size": 100}, "reduced head (draft_vocab_size=100)"),
+        ("config.json", {"draft_vocab_size": 100}, "lm_head.weight is missing; d2t is missing; t2d is missing"),
         ("config.json", {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, "contradicts itself"),
         ("config.json", {"eagle_aux_hidden_state_layer_ids": [2, 6], "eagle_config": {}}, "exactly three layers"),
+        ("config.json", {"eagle_aux_hidden_state_layer_ids": [9, 6, 2], "eagle_config": {}}, "they must ascend from 1"),
     ],
 )
 def test_what_cannot_be_understood_is_refused(file, change, message, folder):
     edit_json(folder / file, **change)
     assert message in error_of(lambda: load_checkpoint(folder))
+
+
+def test_what_engines_would_serve_wrongly_is_refused(folder, tmp_path):
+    """Neither vLLM nor SGLang says a word about these."""
+    path, load = folder / "config.json", lambda: load_checkpoint(folder, SPEC)
+    edit_json(path, max_position_embeddings=2048)
+    assert "max_position_embeddings=2048, but some/target is served up to 4096" in error_of(load)
+    short = SpecVocabDraft.build(SPEC, DraftConfig(max_position_embeddings=4095), HeadConfig(num_candidates=20))
+    assert "the draft has max_position_embeddings=4095, but" in error_of(
+        lambda: save_checkpoint(tmp_path / "short", short, SPEC, PROVENANCE)
+    )
+    edit_json(path, max_position_embeddings=8192)
+    assert load().architecture.max_position_embeddings == 8192
+    edit_json(path, eagle_aux_hidden_state_layer_ids=[2, 6, 12], eagle_config=KeyError)
+    assert "lie below the number of the target's layers, 12" in error_of(load)
+    edit_json(path, eagle_aux_hidden_state_layer_ids=[2, 6, 9])
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"d2t": torch.zeros(277, dtype=torch.int64)}, folder / "model.safetensors")
+    assert "d2t is unknown" in error_of(load)  # a map beside the full vocabulary
+
+
+@pytest.mark.parametrize("rope", [SPEC.rope_parameters, LLAMA3_ROPE, YARN_ROPE])
+def test_the_layout_of_speculators(rope, tmp_path):
+    """The keys that speculators 0.9's Eagle3SpeculatorConfig and vLLM 0.33's reader of it ask for, by hand."""
+    spec = dataclasses.replace(SPEC, rope_parameters=rope)
+    model = make_model(spec)
+    folder = save_checkpoint(tmp_path / "export", model, spec, PROVENANCE, dtype=torch.float32, layout="speculators")
+    config = json.loads((folder / "config.json").read_text())
+    layer = config.pop("transformer_layer_config")
+    expected = {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 277,
+        "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
+        "eagle_aux_hidden_state_layer_ids": [2, 6, 9], "tie_word_embeddings": False,
+    }
+    assert {key: config[key] for key in expected} == expected
+    assert config["speculators_config"] == {
+        "algorithm": "eagle3", "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1,
+                              "accept_tolerance": 0.0}],
+        "verifier": {"name_or_path": "some/target", "architectures": ["Qwen3ForCausalLM"]},
+    }
+    assert "model_type" not in config  # with one, vLLM does not look for speculators_config
+    llama = LlamaConfig(**layer)
+    assert (llama.rope_parameters, llama.head_dim, llama.max_position_embeddings) == (rope, 20, 4096)
+    assert load_file(folder / "model.safetensors").keys() == {
+        name.replace("midlayer", "layers.0") for name in DRAFT_TENSORS
+    }
+    loaded = load_checkpoint(folder, spec)
+    assert loaded.architecture == model.architecture
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"speculators_model_type": "dflash"}, "speculators_model_type='dflash'; only 'eagle3'"),
+    ({"transformer_layer_config": None}, "transformer_layer_config=None; it must be an object"),
+    ({"transformer_layer_config": {"model_type": "qwen3"}}, "a layer of model_type='qwen3'"),
+    ({"norm_before_residual": KeyError}, "has no norm_before_residual, which vLLM takes for true"),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "exactly three layers"),
+])
+def test_other_speculators_are_refused(change, message, model, tmp_path):
+    folder = save_checkpoint(tmp_path / "export", model, SPEC, PROVENANCE, layout="speculators")
+    edit_json(folder / "config.json", **change)
+    assert message in error_of(lambda: load_checkpoint(folder, SPEC))
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+def test_a_norm_before_the_residual_is_written_where_engines_read_it(layout, tmp_path):
+    model = make_model()
+    model.architecture = dataclasses.replace(model.architecture, norm_before_residual=True)
+    folder = save_checkpoint(tmp_path / "export", model, SPEC, PROVENANCE, layout=layout)
+    assert json.loads((folder / "config.json").read_text())["norm_before_residual"] is True
+    loaded = load_checkpoint(folder, SPEC)
+    assert loaded.architecture == model.architecture and loaded.draft.midlayer.norm_before_residual
+
+
+def test_everything_is_on_the_disk_before_the_rename(model, tmp_path, monkeypatch):
+    events = []
+    monkeypatch.setattr(files, "flush", lambda path: events.append(path.name))
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda path, to: (events.append("rename"), rename(path, to)))
+    save_checkpoint(tmp_path / "export", model, SPEC, PROVENANCE)
+    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
+    assert {"config.json", "model.safetensors", "specvocab.json", "vocabulary_speculator", ".export.partial"} <= {
+        *before
+    }
+    assert after == [tmp_path.name]
 
 
 def test_parts_of_a_checkpoint_are_refused(folder):

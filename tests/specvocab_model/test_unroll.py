@@ -76,6 +76,7 @@ def train(model: SpecVocabDraft, batch: dict[str, torch.Tensor], counts: torch.T
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
+                                     {"norm_before_residual": True},
                                      {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
                                                           "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                                                           "original_max_position_embeddings": 64}}])
@@ -100,6 +101,18 @@ def test_every_step_equals_the_cached_decode_path(changes):
                     )
                 decoded = model.draft.norm(hidden)[0, 0] @ lm_head.T
                 torch.testing.assert_close(unrolled[step, 0, start] @ lm_head.T, decoded, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_what_the_layer_adds_its_output_to(norm_before_residual):
+    """With attention and MLP silenced, the layer is its residual stream."""
+    model = random_model(norm_before_residual=norm_before_residual)
+    layer = model.draft.midlayer
+    layer.self_attn.o_proj.weight.data.zero_()
+    layer.mlp.down_proj.weight.data.zero_()
+    hidden, embeds = torch.randn(2, 1, 1, HIDDEN)
+    output = model.draft.forward_cached(hidden, embeds, torch.zeros(1, 1, dtype=torch.long), DraftCache())
+    torch.testing.assert_close(output, layer.hidden_norm(hidden) if norm_before_residual else hidden)
 
 
 def test_the_cache_forgets_rejected_tokens():
