@@ -25,7 +25,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 CONFIG_DIR = str(Path(__file__).resolve().parent.parent / "configs")
 
 DTYPES = ("float32", "bfloat16", "float16")
-HEADS = ("full", "speculative")
+HEADS = ("full", "speculative", "static")
 SELECTIONS = ("tile", "exact")
 QUANTIZATIONS = ("fp8", "int8")
 LOSSES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid")
@@ -105,9 +105,10 @@ class DraftConfig:
 
 @dataclass(kw_only=True, slots=True)
 class HeadConfig:
-    """How the draft turns its hidden state into token logits."""
+    """How the draft turns its hidden state into token logits. All below ``draft_vocab_size`` is the speculator's."""
 
     type: str = "speculative"
+    draft_vocab_size: int = 32000  # of the static head: so many most frequent tokens of the training data
     rank: int | None = None  # null: hidden_size / 8
     selection: str = "tile"  # tile: the best `keep` ids of every `tile`, one kernel; exact: the best of all
     num_candidates: int | None = None  # tile: at least so many; null: 2048, or what tile and keep give
@@ -123,10 +124,10 @@ class HeadConfig:
         _one_of("head.init", self.init, ("calibration", "svd", "random"))
         if self.quantization is not None:
             _one_of("head.quantization", self.quantization, QUANTIZATIONS)
-            if self.type == "full":
+            if self.type != "speculative":
                 raise ConfigError(f"head.quantization={self.quantization} rounds the speculator's vocab_proj, and "
-                                  "head.type='full' has none; drop it")
-        for name in ("rank", "num_candidates", "tile", "keep", "calibration_tokens"):
+                                  f"head.type={self.type!r} has none; drop it")
+        for name in ("draft_vocab_size", "rank", "num_candidates", "tile", "keep", "calibration_tokens"):
             _at_least(f"head.{name}", getattr(self, name), 1)
         self._check_tiles()
 

@@ -47,6 +47,7 @@ class Proposal:
     token_ids: Tensor  # int64 [n]
     probabilities: Tensor  # fp64 [n, V], what each token was drawn from; [0, V] when greedy
     hidden: Tensor  # [n, d], normalised draft output that each token was read from
+    candidates: tuple[Tensor | None, ...]  # n times int32 [k], the tokens that the head could name; None: all
 
     @classmethod
     def empty(cls, target: Target) -> Proposal:
@@ -55,6 +56,7 @@ class Proposal:
             token_ids=weight.new_empty(0, dtype=torch.int64),
             probabilities=weight.new_empty(0, weight.shape[0], dtype=torch.float64),
             hidden=weight.new_empty(0, weight.shape[1]),
+            candidates=(),
         )
 
     @classmethod
@@ -63,6 +65,7 @@ class Proposal:
             token_ids=torch.cat([part.token_ids for part in chain]),
             probabilities=torch.cat([part.probabilities for part in chain]),
             hidden=torch.cat([part.hidden for part in chain]),
+            candidates=tuple(ids for part in chain for ids in part.candidates),
         )
 
 
@@ -195,13 +198,16 @@ class ChainDrafter:
         """One token from the draft's pre-norm output [1, 1, d]."""
         hidden = self.draft.norm(hidden[:, 0])
         output = self.head(hidden)
+        candidates = (None if output.ids is None else output.ids[0],)
         vocab_size = self.target.spec.vocab_size
         if self.sampling.greedy:
             no_rows = hidden.new_empty(0, vocab_size, dtype=torch.float64)
-            return Proposal(token_ids=output.greedy_tokens(), probabilities=no_rows, hidden=hidden)
+            return Proposal(
+                token_ids=output.greedy_tokens(), probabilities=no_rows, hidden=hidden, candidates=candidates
+            )
         probabilities = self.sampling.probabilities(output.dense_logits(vocab_size))
         token_ids = torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
-        return Proposal(token_ids=token_ids, probabilities=probabilities, hidden=hidden)
+        return Proposal(token_ids=token_ids, probabilities=probabilities, hidden=hidden, candidates=candidates)
 
 
 @torch.inference_mode()
@@ -227,6 +233,8 @@ def _decode(
     new_tokens: list[int] = []
     accepted_per_round: list[int] = []
     proposals: list[int] = []
+    if drafter is not None:
+        drafter.head.begin(input_ids[0])
     while True:
         num_drafts = len(proposal.token_ids)
         inputs = torch.cat([unseen, proposal.token_ids[None]], dim=1)
@@ -237,6 +245,8 @@ def _decode(
         if num_rejected:
             cache.crop(-num_rejected)
         emitted = _up_to_eos(torch.cat([proposal.token_ids[:num_accepted], next_id]).tolist(), eos_token_ids)
+        if drafter is not None:
+            drafter.head.verified(input_ids.new_tensor(emitted), logits[: len(emitted)])
         if observer is not None and num_drafts:
             observer(proposal, logits, len(emitted))
 

@@ -6,6 +6,7 @@ Parameter names are those of stock EAGLE-3 checkpoints, so exporting is a cast a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +21,9 @@ from specvocab_model.acceptance import AcceptanceSums
 from specvocab_model.attention import DraftCache, Memory
 from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
 from specvocab_model.heads.base import HeadOutput
+from specvocab_model.heads.static import OwnHead
 from specvocab_model.layers import MLP, RMSNorm, rotate
-from specvocab_model.losses import Objective, distillation_loss
+from specvocab_model.losses import Objective, distillation_loss, static_distillation_loss
 from specvocab_model.speculator import VocabSpeculator, build_selection
 from specvocab_model.target import TargetSpec, default_feature_layers
 from specvocab_model.unroll import UnrollPlan, plan_unroll, unroll, unrolled_positions
@@ -222,7 +224,7 @@ class TrainOutput(NamedTuple):
 
 
 class SpecVocabDraft(nn.Module):
-    """Draft and vocabulary speculator: what is trained, exported and loaded. The target is never part of it."""
+    """Draft with its speculator or own head: what is trained, exported and loaded. The target is never part of it."""
 
     def __init__(self, architecture: DraftArchitecture, head_config: HeadConfig):
         super().__init__()
@@ -234,6 +236,11 @@ class SpecVocabDraft(nn.Module):
             rank = max(1, architecture.hidden_size // 8) if head_config.rank is None else head_config.rank
             selection = build_selection(head_config, architecture.vocab_size)
             self.speculator = VocabSpeculator(architecture.hidden_size, rank, selection)
+        self.own_head: OwnHead | None = None
+        if head_config.type == "static":
+            self.own_head = OwnHead.of_size(
+                architecture.hidden_size, head_config.draft_vocab_size, architecture.vocab_size
+            )
 
     @classmethod
     def build(cls, spec: TargetSpec, draft_config: DraftConfig, head_config: HeadConfig) -> SpecVocabDraft:
@@ -263,7 +270,9 @@ class SpecVocabDraft(nn.Module):
         collect_drafts: bool = False,
         plan: UnrollPlan | None = None,
     ) -> TrainOutput:
-        """Unroll the draft over packed rows and distil the target's full distribution into it.
+        """Unroll the draft over packed rows and distil the target's distribution into it.
+
+        The full one, unless the head is static: then its part on the tokens of that head.
 
         Args:
             features: [B, T, 3d], ``final_hidden`` [B, T, d]: the target's, without gradient.
@@ -280,11 +289,13 @@ class SpecVocabDraft(nn.Module):
         steps = unroll(self.draft, features, token_embeds, position_ids, plan.unrolled, num_steps)
         judged = torch.stack([hidden.index_select(0, at) for hidden, at in zip(steps, plan.student_at, strict=True)])
         student_hidden = self.draft.norm(judged)
-        distilled = distillation_loss(
+        judge = partial(distillation_loss, speculator=self.speculator)
+        if self.own_head is not None:
+            judge = partial(static_distillation_loss, head=self.own_head)
+        distilled = judge(
             student_hidden,
             final_hidden.flatten(0, 1),
             lm_head_weight,
-            self.speculator,
             rows=plan.rows,
             step_weights=step_weights,
             objective=objective,
@@ -295,15 +306,18 @@ class SpecVocabDraft(nn.Module):
 
     @torch.no_grad()
     def greedy_drafts(self, student_hidden: Tensor, lm_head_weight: Tensor) -> Tensor:
-        """The best of the candidates (of the whole vocabulary without a speculator) for ``student_hidden`` [.., d].
+        """The best token of the head that is trained, or with a speculator of its candidates: [..] for [.., d].
 
         A target's scale and soft-cap are monotone, so they do not change which one that is.
         """
         weights = None if self.speculator is None else self.speculator.head_weights(lm_head_weight)
+        own = None if self.own_head is None else self.own_head.weight.to(lm_head_weight.dtype)
         drafts = [torch.empty(0, dtype=torch.int64, device=student_hidden.device)]
         with torch.autocast(student_hidden.device.type, enabled=False):
             for hidden in student_hidden.to(lm_head_weight.dtype).flatten(0, -2).split(DRAFT_ROWS):
-                if weights is None:
+                if self.own_head is not None and own is not None:
+                    drafts.append(self.own_head.ids[linear(hidden, own).argmax(-1)])
+                elif weights is None:
                     drafts.append(linear(hidden, lm_head_weight).argmax(-1))
                 else:
                     ids, logits = vocab_head(hidden, weights)

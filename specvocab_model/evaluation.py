@@ -105,9 +105,10 @@ class CandidateRecall:
     on the same draft output (``draft_top1``).
     """
 
-    def __init__(self, head: Head, full_head: Head):
-        self.head, self.full_head = head, full_head
+    def __init__(self, full_head: Head):
+        self.full_head = full_head
         self.hidden: list[Tensor] = []
+        self.candidates: list[Tensor] = []
         self.target_ids: list[Tensor] = []
         self.num_positions = self.num_target_hits = self.num_draft_hits = 0
 
@@ -115,6 +116,9 @@ class CandidateRecall:
         """Remember one verification; cheap, because it happens inside the measured time."""
         num_judged = min(num_emitted, len(proposal.token_ids))
         self.hidden.append(proposal.hidden[:num_judged])
+        for ids in proposal.candidates[:num_judged]:
+            assert ids is not None
+            self.candidates.append(ids)
         self.target_ids.append(target_logits[:num_judged].argmax(-1))
 
     @torch.inference_mode()
@@ -122,11 +126,11 @@ class CandidateRecall:
         """Add what was remembered to the counts and forget it."""
         if not self.hidden:
             return
-        hidden, target_ids = torch.cat(self.hidden), torch.cat(self.target_ids)
-        self.hidden, self.target_ids = [], []
-        for rows, ids in zip(hidden.split(RECALL_ROWS), target_ids.split(RECALL_ROWS), strict=True):
-            candidates = self.head(rows).ids
-            assert candidates is not None
+        hidden, target_ids, remembered = torch.cat(self.hidden), torch.cat(self.target_ids), self.candidates
+        self.hidden, self.target_ids, self.candidates = [], [], []
+        for start in range(0, len(hidden), RECALL_ROWS):
+            at = slice(start, start + RECALL_ROWS)
+            rows, ids, candidates = hidden[at], target_ids[at], torch.stack(remembered[at])
             self.num_positions += len(rows)
             self.num_target_hits += int((candidates == ids[:, None]).any(-1).sum())
             self.num_draft_hits += int((candidates == self.full_head(rows).greedy_tokens()[:, None]).any(-1).sum())
@@ -257,7 +261,7 @@ def _input_ids(target: Target, prompt: EvalPrompt, answers: Sequence[str]) -> Te
 def _recall(target: Target, head: Head) -> CandidateRecall | None:
     """A meter for heads that have candidates, found out by asking for some."""
     hidden = target.lm_head_weight.new_zeros(1, target.spec.hidden_size)
-    return None if head(hidden).ids is None else CandidateRecall(head, FullHead(target))
+    return None if head(hidden).ids is None else CandidateRecall(FullHead(target))
 
 
 def _observing(recall: CandidateRecall | None) -> dict[str, Any]:

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from data_gen.features import FeatureStore
-from data_gen.shards import MANIFEST_FILE, document_lengths, load_rows, split_documents
+from data_gen.shards import MANIFEST_FILE, document_lengths, load_rows, split_documents, supervised_ids
 from specvocab_model.config import Config, ConfigError
 from specvocab_model.draft import SpecVocabDraft, TrainOutput
 from specvocab_model.losses import Objective
 from specvocab_model.speculator import supervised_states
 from specvocab_model.target import Target
 from specvocab_model.unroll import UnrollPlan, plan_unroll
+from specvocab_model.vocab import VocabMap, count_ids, most_frequent, special_ids
 from train.checkpoint import Checkpoints, TrainState, run_identity
 from train.launch import build_accelerator
 from train.memory import MemoryEstimate, describe_step, resident_bytes
@@ -132,6 +133,8 @@ def build_run(config: Config) -> Run:
     train_data, train_pieces = open_data(config, accelerator, target, training=True)
     states = None if resume_from else calibration_states(config, train_data, train_pieces, target_outputs)
     model = build_model(config, accelerator, target, states)
+    if resume_from is None and model.own_head is not None:
+        model.own_head.initialise(choose_vocabulary(config, accelerator, target), target.lm_head_weight)
     if resume_from is not None and accelerator.is_main_process:
         checkpoints.load_weights(resume_from, model)
     synchronise(model)
@@ -207,9 +210,27 @@ def build_model(
 
 @torch.no_grad()
 def synchronise(model: SpecVocabDraft) -> None:
-    """Rank 0's weights on all ranks."""
-    for parameter in model.parameters():
-        parameter.copy_(broadcast(parameter.data))
+    """Rank 0's weights on all ranks, and the tokens that a static head has them for."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.copy_(broadcast(tensor.data))
+
+
+def choose_vocabulary(config: Config, accelerator: Accelerator, target: Target) -> VocabMap:
+    """The tokens of a static head: special ones, and the most frequent of the answers in the training data.
+
+    Every rank counts for itself, so that all of them stop where it cannot be done.
+
+    Raises:
+        ConfigError: ``head.draft_vocab_size`` has no room for the special ones, or no token is supervised.
+    """
+    vocab_size = target.spec.vocab_size
+    always_keep = special_ids(target.tokenizer, target.spec.eos_token_ids, vocab_size)
+    counts = count_ids(supervised_ids(config.data.train_path), vocab_size)
+    vocab = most_frequent(counts, config.head.draft_vocab_size, always_keep)
+    share = int(counts[vocab.ids].sum()) / int(counts.sum())
+    if accelerator.is_main_process:
+        print(f"static head: {len(vocab)} of {vocab_size} tokens, which are {share:.2%} of the answers' tokens")
+    return vocab
 
 
 def build_objective(config: Config, target: Target) -> Objective:

@@ -60,6 +60,7 @@ class FlopsModel:
     rest: int  # of o_proj and the MLP: used at every unrolled position of every step
     lm_head: int  # V * d
     speculator: int  # r * (d + V)
+    own_head: int = 0  # D * d, of a static head: it takes the place of lm_head for the student, and is trained
 
     @classmethod
     def of(cls, target: Target, model: SpecVocabDraft) -> FlopsModel | None:
@@ -82,6 +83,7 @@ class FlopsModel:
             rest=count_parameters(attention.o_proj) + count_parameters(layer.mlp),
             lm_head=lm_head_weight.numel(),
             speculator=0 if model.speculator is None else count_parameters(model.speculator),
+            own_head=0 if model.own_head is None else count_parameters(model.own_head),
         )
 
     def step(self, num_tokens: int, num_unrolled: int, valid_counts: Tensor) -> float:
@@ -95,7 +97,8 @@ class FlopsModel:
         steps, pairs = len(valid_counts), float(valid_counts.sum())
         per_token = 2 * self.target_body + 4 * self.fuse + 6 * 2 * self.projections  # step 0 projects every position
         per_unrolled = 6 * (self.rest * steps + self.projections * (steps - 1))
-        heads = float(valid_counts[0]) * 2 * self.lm_head + pairs * (4 * self.lm_head + 6 * self.speculator)
+        student = 6 * self.own_head if self.own_head else 4 * self.lm_head
+        heads = float(valid_counts[0]) * 2 * self.lm_head + pairs * (student + 6 * self.speculator)
         return num_tokens * per_token + num_unrolled * per_unrolled + heads
 
 

@@ -51,6 +51,11 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
 
 
+def _as_stored(weight: Tensor) -> Tensor:
+    """fp32 on the CPU; token ids stay integers."""
+    return weight.to("cpu", torch.float32 if weight.is_floating_point() else weight.dtype).contiguous()
+
+
 class Updater:
     """Backward and optimizer step of a model prepared by accelerate.
 
@@ -118,7 +123,7 @@ class Updater:
         weights = self.accelerator.get_state_dict(self.model)
         if not self.accelerator.is_main_process:
             return {}
-        return {name: weight.to("cpu", torch.float32).contiguous() for name, weight in weights.items()}
+        return {name: _as_stored(weight) for name, weight in weights.items()}
 
     def gather_moment(self, key: str) -> dict[str, Tensor]:
         """``key`` of ``MOMENTS`` by parameter name, as ``gather_weights``. At least one update must have been made."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,26 @@ class HeadOutput:
         return dense.scatter_(-1, self.ids.long(), self.logits)
 
 
-class Head(Protocol):
-    """Turns normalised draft output ``[N, d]`` into logits over some of the target's tokens."""
+class Head(ABC):
+    """Turns normalised draft output ``[N, d]`` into logits over some of the target's tokens.
 
+    Decoding also tells a head what it is used for. Most heads look at the hidden state alone and need not listen.
+    """
+
+    @abstractmethod
     def __call__(self, hidden: Tensor) -> HeadOutput: ...
+
+    def begin(self, input_ids: Tensor) -> None:  # noqa: B027
+        """A sequence begins.
+
+        Args:
+            input_ids: int64 ``[T]``, its prompt.
+        """
+
+    def verified(self, token_ids: Tensor, target_logits: Tensor) -> None:  # noqa: B027
+        """The text grew by ``token_ids``: accepted drafts and the target's own token after them, or those up to an EOS.
+
+        Args:
+            token_ids: int64 ``[m]``.
+            target_logits: ``[m, V]``, the target's at the position that each was judged or drawn from.
+        """

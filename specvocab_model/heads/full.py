@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from specvocab_model.heads.base import HeadOutput
+from specvocab_model.heads.base import Head, HeadOutput
 
 if TYPE_CHECKING:
     from specvocab_model.target import Target
 
 
-class FullHead:
+class FullHead(Head):
     """The target's own output embedding over the whole vocabulary: the most accurate head and the slowest."""
 
     def __init__(self, target: Target) -> None:

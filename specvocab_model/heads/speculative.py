@@ -8,14 +8,14 @@ from specvocab_kernels.vocab_head import vocab_head
 from torch import Tensor
 
 from specvocab_model.config import ConfigError
-from specvocab_model.heads.base import HeadOutput
+from specvocab_model.heads.base import Head, HeadOutput
 from specvocab_model.speculator import VocabSpeculator
 
 if TYPE_CHECKING:
     from specvocab_model.target import Target
 
 
-class SpeculativeHead:
+class SpeculativeHead(Head):
     """Selects candidates with the speculator, then multiplies only their rows of ``lm_head``, in one operation.
 
     The speculator's weights are laid out for the kernel here, once: a head does not follow later changes of them.

@@ -75,6 +75,18 @@ def test_every_loss_and_its_gradients_match_fp64_autograd(impl, loss, softcap, s
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("loss", ["forward_kl", "lk_hybrid"])
+@pytest.mark.parametrize("with_speculator", [False, True])
+def test_a_head_of_the_students_own_is_trained_too(impl, loss, with_speculator):
+    tensors = problem(steps=3, rows=7, vocab_size=131, hidden_size=24, rank=5)
+    tensors["student_head"] = torch.randn_like(tensors["lm_head"]).requires_grad_()
+    if not with_speculator:
+        del tensors["down_proj"], tensors["vocab_proj"]
+    options = {} if with_speculator else {"down_proj": None, "vocab_proj": None}
+    assert_matches_truth(tensors, 2e-5, impl=impl, loss=loss, logit_softcap=5.0, logit_scale=0.5, **options)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("temperature", [0.5, 3.0])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_a_temperature_divides_the_capped_logits(impl, softcap, temperature):
@@ -370,6 +382,7 @@ def test_the_upstream_gradient_scales_everything(impl):
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": 1e-39}, "temperature"),
         ({"num_tiles": 0}, "num_tiles"),
+        ({"student_head": torch.ones(19, 4)}, "student_head"),
     ],
 )
 def test_wrong_inputs_are_refused(change, message):

@@ -24,7 +24,7 @@ from specvocab_model.decode import (
     speculative_generate,
 )
 from specvocab_model.draft import SpecVocabDraft
-from specvocab_model.heads import HeadOutput, build_head
+from specvocab_model.heads import Head, HeadOutput, build_head
 from specvocab_model.sampling import Sampling
 from specvocab_model.target import Target
 from tests.tiny import KINDS, tiny_config, tiny_target
@@ -72,7 +72,7 @@ def with_spec(target: Target, **changes: object) -> Target:
     return Target(replace(target.spec, **changes), target.model, target.tokenizer, target.feature_layers)
 
 
-class Oracle:
+class Oracle(Head):
     """A head that knows the continuation, save for the tokens at ``misses``; as observer it follows the rounds."""
 
     def __init__(self, continuation: list[int], vocab_size: int, misses: Container[int] = (), restricted: bool = False):

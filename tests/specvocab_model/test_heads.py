@@ -8,8 +8,20 @@ from specvocab_kernels.vocab_head import ExactSelection, HeadWeights, TileSelect
 
 from specvocab_model.config import QUANTIZATIONS, SELECTIONS, DraftConfig, HeadConfig
 from specvocab_model.draft import SpecVocabDraft
-from specvocab_model.heads import HEADS, FullHead, HeadOutput, SpeculativeHead, build_head
+from specvocab_model.heads import (
+    HEADS,
+    ClusterHead,
+    ClusterRouter,
+    FullHead,
+    HeadOutput,
+    InContextHead,
+    LowRankHead,
+    SpeculativeHead,
+    StaticHead,
+    build_head,
+)
 from specvocab_model.speculator import VocabSpeculator, build_selection
+from specvocab_model.vocab import VocabMap
 from tests.tiny import tile_candidates, tiny_target
 
 NUM_ROWS = 7
@@ -98,14 +110,22 @@ def test_columns_belong_to_the_ids():
 def test_heads_are_built_by_name(tmp_path):
     target = tiny_target("llama", tmp_path)
     model = SpecVocabDraft.build(target.spec, DraftConfig(), HeadConfig(num_candidates=20))
-    assert {kind: type(build_head(kind, target, model)) for kind in HEADS} == {
-        "full": FullHead, "speculative": SpeculativeHead
+    vocab_size = target.spec.vocab_size
+    router = ClusterRouter(target.spec.hidden_size, torch.arange(vocab_size) % 5, 5)
+    options = {"static": {"vocab": VocabMap.from_ids([1, 2], vocab_size)}, "cluster": {"router": router, "size": 9},
+               "in_context": {"size": 9}}
+    assert {kind: type(build_head(kind, target, model, **options.get(kind, {}))) for kind in HEADS} == {
+        "full": FullHead, "speculative": SpeculativeHead, "static": StaticHead, "low_rank": LowRankHead,
+        "cluster": ClusterHead, "in_context": InContextHead,
     }
-    with pytest.raises(ValueError, match="head 'static' is not known; choose one of full, speculative"):
-        build_head("static", target, model)
+    with pytest.raises(ValueError, match="head 'none' is not known; choose one of full, speculative, static"):
+        build_head("none", target, model)
     without = SpecVocabDraft.build(target.spec, DraftConfig(), HeadConfig(type="full"))
-    with pytest.raises(ValueError, match=r"no vocabulary speculator.*scripts/convert\.py"):
-        build_head("speculative", target, without)
+    for kind in ("speculative", "low_rank"):
+        with pytest.raises(ValueError, match=rf"no vocabulary speculator.*{kind}.*scripts/convert\.py"):
+            build_head(kind, target, without)
+    with pytest.raises(ValueError, match="no static head of its own; train one with head=static"):
+        build_head("static", target, model)
     with pytest.raises(ValueError, match="covers 99 tokens"):
         SpeculativeHead(target, VocabSpeculator(target.spec.hidden_size, 4, ExactSelection(99, 10)))
 

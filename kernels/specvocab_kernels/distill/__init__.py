@@ -25,6 +25,7 @@ def distill(
     vocab_proj: Tensor | None,
     weight: Tensor,
     *,
+    student_head: Tensor | None = None,
     loss: str = "forward_kl",
     aux_weight: float = 0.1,
     logit_scale: float = 1.0,
@@ -48,6 +49,7 @@ def distill(
         teacher_hidden: ``g`` [N, d], after the target's final norm; row n is shared by the S student rows of n.
         lm_head: ``U`` [V, d], frozen. Its dtype is the dtype of the products; softmax and sums are fp32.
         down_proj, vocab_proj: [r, d] and [V, r], both or neither; they get gradients.
+        student_head: [V, d], in the place of ``U`` for the student alone; it gets a gradient.
         weight: [S, N] fp32, not negative. Where it is 0 loss and gradient are exactly 0, whatever the logits.
         loss: one of ``LOSSES``.
         temperature: of all three distributions; measurements are at that temperature too.
@@ -73,6 +75,9 @@ def distill(
         )
     if lm_head.ndim != 2 or lm_head.shape[1] != hidden_size:
         raise ValueError(f"lm_head {tuple(lm_head.shape)} must be [V, {hidden_size}]")
+    if student_head is not None and student_head.shape != lm_head.shape:
+        raise ValueError(f"student_head {tuple(student_head.shape)} must have the shape of lm_head, "
+                         f"{tuple(lm_head.shape)}")
     if (down_proj is None) != (vocab_proj is None):
         raise ValueError("down_proj and vocab_proj come together or not at all")
     if down_proj is not None and vocab_proj is not None:
@@ -101,7 +106,8 @@ def distill(
         num_tiles=num_tiles,
         chunk_rows=max(1, max_bytes // row_bytes(impl, steps, lm_head)),
         gradients=torch.is_grad_enabled() and any(
-            matrix is not None and matrix.requires_grad for matrix in (student_hidden, down_proj, vocab_proj)
+            matrix is not None and matrix.requires_grad
+            for matrix in (student_hidden, down_proj, vocab_proj, student_head)
         ),
     )
     function: type[DistillFunction] = ChunkedDistill
@@ -116,7 +122,7 @@ def distill(
     unit = _next_power_of_two(weight) / 2.0 ** math.floor(math.log2(temperature))
     with torch.autocast(student_hidden.device.type, enabled=False):
         total = function.apply(
-            student_hidden, down_proj, vocab_proj, teacher_hidden, lm_head, weight / unit, options, stats
+            student_hidden, down_proj, vocab_proj, student_head, teacher_hidden, lm_head, weight / unit, options, stats
         )
     return total * unit, stats
 

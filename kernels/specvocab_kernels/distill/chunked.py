@@ -46,7 +46,10 @@ def _to_raw(slope: Tensor, logits: Tensor, weight: Tensor, options: DistillOptio
 
 
 class DistillFunction(torch.autograd.Function):
-    """``forward(student, down, vocab, teacher, lm_head, weight, options, stats) -> scalar``; leaves ``ctx.grads``."""
+    """``forward(student, down, vocab, head, teacher, lm_head, weight, options, stats) -> scalar`` leaves ``ctx.grads``.
+
+    ``head`` is what the student is multiplied with; None: ``lm_head``, as the teacher.
+    """
 
     @staticmethod
     @once_differentiable
@@ -59,7 +62,8 @@ class DistillFunction(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         if grads is None:
             raise RuntimeError("distill: backward can run once only; call distill again instead of retain_graph=True")
-        made = [None if grad is None else grad.mul_(grad_total) for grad in (grads.student, grads.down, grads.vocab)]
+        made = [None if grad is None else grad.mul_(grad_total)
+                for grad in (grads.student, grads.down, grads.vocab, grads.head)]
         return (*made, None, None, None, None, None)
 
 
@@ -67,13 +71,14 @@ class ChunkedDistill(DistillFunction):
     """Chunk by chunk and step by step in plain torch."""
 
     @staticmethod
-    def forward(ctx, student, down, vocab, teacher, lm_head, weight, options, stats):  # type: ignore[no-untyped-def]
+    def forward(ctx, student, down, vocab, head, teacher, lm_head, weight, options, stats):  # type: ignore[no-untyped-def]
         dtype = lm_head.dtype
-        grads = Gradients.zeros_like(student, down, vocab)
+        grads = Gradients.zeros_like(student, down, vocab, head)
         # Rows of weight 0 are blanked: a NaN there would survive the multiplication by 0.
         student = student.to(dtype).masked_fill((weight == 0)[..., None], 0.0)
         teacher = teacher.to(dtype).masked_fill((weight == 0).all(0)[:, None], 0.0)
         down, vocab = (None if matrix is None else matrix.to(dtype) for matrix in (down, vocab))
+        head = lm_head if head is None else head.to(dtype)
         total = torch.zeros((), dtype=torch.float32, device=student.device)
         chunk_rows = options.chunk_rows
         if student.device.type == "cpu":  # elementwise passes over a block that stays in the cache are twice as fast
@@ -83,7 +88,7 @@ class ChunkedDistill(DistillFunction):
             logits = _final_logits(teacher[rows] @ lm_head.mT, options)
             shared = Teacher.from_logits(logits, options.loss in NEEDS_LOG)
             for step in range(student.shape[0]):
-                total += _one_step(student[step, rows], down, vocab, shared, lm_head, weight[step, rows], options,
+                total += _one_step(student[step, rows], down, vocab, shared, head, weight[step, rows], options,
                                    grads, stats, (step, rows))
         ctx.grads = grads if options.gradients else None
         return total
@@ -94,13 +99,16 @@ class Gradients:
     student: Tensor  # [S, N, d] in the student's dtype, which may hold smaller numbers than that of the products
     down: Tensor | None  # [r, d] fp32: sums over all rows
     vocab: Tensor | None  # [V, r] fp32
+    head: Tensor | None  # [V, d] fp32, of a head of the student's own
 
     @classmethod
-    def zeros_like(cls, student: Tensor, down: Tensor | None, vocab: Tensor | None) -> Gradients:
+    def zeros_like(
+        cls, student: Tensor, down: Tensor | None, vocab: Tensor | None, head: Tensor | None
+    ) -> Gradients:
         def sums(like: Tensor | None) -> Tensor | None:
             return None if like is None else torch.zeros_like(like, dtype=torch.float32)
 
-        return cls(torch.zeros_like(student), sums(down), sums(vocab))
+        return cls(torch.zeros_like(student), sums(down), sums(vocab), sums(head))
 
 
 def _one_step(
@@ -108,7 +116,7 @@ def _one_step(
     down: Tensor | None,
     vocab: Tensor | None,
     teacher: Teacher,
-    lm_head: Tensor,
+    head: Tensor,
     weight: Tensor,
     options: DistillOptions,
     grads: Gradients,
@@ -117,7 +125,7 @@ def _one_step(
 ) -> Tensor:
     """Loss, gradients and measurements of one unroll step on one chunk: ``hidden`` [C, d], ``weight`` [C]."""
     value_and_slope = GRADIENTS[options.loss]
-    logits = _final_logits(hidden @ lm_head.mT, options)
+    logits = _final_logits(hidden @ head.mT, options)
     value, slope = value_and_slope(teacher, logits)
     student_top = logits.argmax(-1) if stats is not None else None
     if stats is not None:
@@ -125,7 +133,10 @@ def _one_step(
         stats.correct[at] = student_top == teacher.top
         stats.acceptance[at] = torch.minimum(torch.softmax(logits, -1), teacher.p).sum(-1)
     if options.gradients:
-        grads.student[at] = _to_raw(slope, logits, weight, options).to(hidden.dtype) @ lm_head
+        slope = _to_raw(slope, logits, weight, options).to(hidden.dtype)
+        grads.student[at] = slope @ head
+        if grads.head is not None:
+            grads.head += slope.mT @ hidden
     del logits, slope
 
     aux_value = torch.zeros_like(value)

@@ -24,17 +24,19 @@ class FusedDistill(DistillFunction):
     """All steps of a chunk at once, with a Triton kernel."""
 
     @staticmethod
-    def forward(ctx, student, down, vocab, teacher, lm_head, weight, options, stats):  # type: ignore[no-untyped-def]
+    def forward(ctx, student, down, vocab, head, teacher, lm_head, weight, options, stats):  # type: ignore[no-untyped-def]
         num_steps, num_rows, _ = student.shape
         dtype, device = lm_head.dtype, student.device
-        grads = Gradients.zeros_like(student, down, vocab)
+        grads = Gradients.zeros_like(student, down, vocab, head)
         down, vocab = (None if matrix is None else matrix.to(dtype) for matrix in (down, vocab))
+        head = lm_head if head is None else head.to(dtype)
         losses = torch.full((2, num_steps, num_rows), float("nan"), device=device)  # student's, speculator's
         chunk_rows = min(_whole_tiles(options.chunk_rows), num_rows)
         buffer = torch.empty((num_steps + 1) * chunk_rows, lm_head.shape[0], dtype=dtype, device=device)
         for start in range(0, num_rows, max(chunk_rows, 1)):
             rows = slice(start, start + chunk_rows)
-            _one_chunk(student, down, vocab, teacher, lm_head, weight, options, stats, grads, losses, rows, buffer)
+            _one_chunk(student, down, vocab, head, teacher, lm_head, weight, options, stats, grads, losses, rows,
+                       buffer)
         if stats is not None:
             stats.loss.copy_(losses[0])
             stats.aux_loss.copy_(losses[1] if down is not None else torch.zeros_like(losses[1]))
@@ -55,6 +57,7 @@ def _one_chunk(
     student: Tensor,
     down: Tensor | None,
     vocab: Tensor | None,
+    head: Tensor,
     teacher: Tensor,
     lm_head: Tensor,
     weight: Tensor,
@@ -81,11 +84,13 @@ def _one_chunk(
 
     teacher_logits = torch.mm(taught, lm_head.mT, out=buffer[:count])
     shared = launch_teacher(teacher_logits, options.logit_scale, options.logit_softcap, stats is not None)
-    logits = torch.mm(hidden, lm_head.mT, out=buffer[count : count * (1 + num_steps)])
+    logits = torch.mm(hidden, head.mT, out=buffer[count : count * (1 + num_steps)])
     exact = judge(logits, shared, weights)
     losses[0, :, rows] = by_step(exact.loss)
     if options.gradients:
-        grad_hidden = logits @ lm_head
+        grad_hidden = logits @ head
+        if grads.head is not None:
+            _add_product(grads.head, logits.mT, hidden)
     if stats is not None:
         stats.correct[:, rows] = by_step(exact.top) == shared.top
         stats.acceptance[:, rows] = by_step(exact.acceptance)

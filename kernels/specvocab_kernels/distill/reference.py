@@ -103,6 +103,7 @@ def distill_reference(
     vocab_proj: Tensor | None,
     weight: Tensor,
     *,
+    student_head: Tensor | None = None,
     loss: str = "forward_kl",
     aux_weight: float = 0.1,
     logit_scale: float = 1.0,
@@ -116,7 +117,7 @@ def distill_reference(
         return torch.log_softmax(cap_logits(raw, logit_scale, logit_softcap) / temperature, -1).clamp_min(LOG_FLOOR)
 
     log_p = log_probs(teacher_hidden @ lm_head.mT).detach()  # [N, V]
-    log_q = log_probs(student_hidden @ lm_head.mT)  # [S, N, V]
+    log_q = log_probs(student_hidden @ (lm_head if student_head is None else student_head).mT)  # [S, N, V]
     losses = LOSSES[loss](log_p, log_q)
     teacher_top, student_top = log_p.argmax(-1), log_q.argmax(-1)
     aux_losses, target_rank, draft_rank = torch.zeros_like(losses), torch.zeros_like(student_top), None
