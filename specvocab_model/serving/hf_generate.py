@@ -231,13 +231,15 @@ class _Drafter(ChainDrafter):
 
     def _pick(self, hidden: Tensor) -> Proposal:
         hidden = self.draft.norm(hidden[:, 0])
-        logits = self.head(hidden).dense_logits(self.target.spec.vocab_size)
+        output = self.head(hidden)
+        logits = output.dense_logits(self.target.spec.vocab_size)
         text = torch.cat([self.text.input_ids, self.chain[None]], dim=1)
         scores = self.text.processor(text, logits)
         probabilities = self.text.probabilities(scores) if self.text.do_sample else scores.new_empty(0, scores.shape[1])
         token_ids = torch.multinomial(probabilities, 1)[:, 0] if self.text.do_sample else scores.argmax(-1)
         self.chain = torch.cat([self.chain, token_ids])
-        return Proposal(token_ids=token_ids, probabilities=probabilities, hidden=hidden)
+        candidates = (None if output.ids is None else output.ids[0],)
+        return Proposal(token_ids=token_ids, probabilities=probabilities, hidden=hidden, candidates=candidates)
 
 
 _READ: WeakKeyDictionary[PreTrainedModel, dict[Path, _Checkpoint]] = WeakKeyDictionary()  # keeps no target alive
