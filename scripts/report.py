@@ -73,7 +73,12 @@ def main() -> None:
     output = arguments.output or arguments.folders[0] / "report.html"
     if missing := [folder for folder in arguments.folders if not (folder / METRICS_FILE).is_file()]:
         sys.exit(f"error: no {METRICS_FILE} in {', '.join(map(str, missing))}; name output folders of training runs")
-    output.write_text(report(read_runs(arguments.folders)))
+    page_text = report(read_runs(arguments.folders))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(page_text)
+    except OSError as error:
+        sys.exit(f"error: cannot write {output}: {error}; choose another --output")
     print(f"written to {output}")
 
 

@@ -85,8 +85,9 @@ class Sweep:
                 for one in list(self.running):
                     self._look_after(one)
         except (KeyboardInterrupt, SystemExit) as stop:
-            self._stop_all()
             return stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130
+        finally:  # whatever went wrong here, a launcher that cannot start a point say: no point outlives the sweep
+            self._stop_all()
         return 0
 
     def _fill(self) -> bool:
@@ -122,6 +123,8 @@ class Sweep:
 
     def _stop_all(self) -> None:
         """Let every point write its checkpoint; a second Ctrl-C, or too long a wait, kills."""
+        if not self.running:
+            return
         print(f"stopping {len(self.running)} points", file=sys.stderr, flush=True)
         deadline = time.monotonic() + GRACE_S
         try:

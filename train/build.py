@@ -128,9 +128,10 @@ def build_run(config: Config) -> Run:
     data_sha256 = hashlib.sha256((Path(config.data.train_path) / MANIFEST_FILE).read_bytes()).hexdigest()
     checkpoints = build_checkpoints(config, accelerator, target, data_sha256)
     resume_from = checkpoints.find() if config.trainer.resume else None
+    train_data, train_pieces = open_data(config, accelerator, target, training=True)
+    validation_data = open_data(config, accelerator, target, training=False)
     if resume_from is None:
         checkpoints.discard()
-    train_data, train_pieces = open_data(config, accelerator, target, training=True)
     states = None if resume_from else calibration_states(config, train_data, train_pieces, target_outputs)
     model = build_model(config, accelerator, target, states)
     if resume_from is None and model.own_head is not None:
@@ -146,7 +147,6 @@ def build_run(config: Config) -> Run:
     state = TrainState() if resume_from is None else checkpoints.restore(resume_from, updater)
 
     train_loader, sampler = build_loader(config, accelerator, train_data, train_pieces, training=True)
-    validation_data = open_data(config, accelerator, target, training=False)
     validation_loader, _ = build_loader(config, accelerator, *validation_data, training=False)
     total_steps = config.trainer.max_steps or config.trainer.num_epochs * sampler.steps_per_epoch
     sampler.first_step, sampler.num_steps = state.step, total_steps

@@ -31,7 +31,7 @@ from train.checkpoint import CheckpointError
 from train.launch import leave
 from train.loop import NonFiniteError, report, train
 from train.preemption import EXIT_PREEMPTED, Preempted, listen
-from train.tracking import check_installed
+from train.tracking import TrackingError, check_installed
 
 
 @hydra_main
@@ -46,6 +46,8 @@ def main(config: Config) -> None:
             train(run)
         except (NonFiniteError, CheckpointError) as error:
             run.tracker.finish(exit_code=1)
+            sys.exit(f"error: {error}")
+        except TrackingError as error:
             sys.exit(f"error: {error}")
         except Preempted:
             report(run, f"stopped by a signal after step {run.state.step}; start the same command to go on")

@@ -37,6 +37,10 @@ SAMPLE_STYLES = {
 }
 
 
+class TrackingError(RuntimeError):
+    """The run's own files could not be written."""
+
+
 class Backend(Protocol):
     """A service or file that takes what a run reports."""
 
@@ -74,7 +78,12 @@ class JsonlBackend:
             self._write(SAMPLES_FILE, {"step": step, **sample.to_dict()})
 
     def _write(self, name: str, line: dict[str, Any]) -> None:
-        self.files[name].write(json.dumps(line) + "\n")
+        try:
+            self.files[name].write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise TrackingError(f"step {line['step']} could not be written to {self.files[name].name} ({error}); make "
+                                "room there and start the same command again, it goes on from the last checkpoint"
+                                ) from error
 
     def log_artifact(self, folder: Path) -> None:
         pass  # it lies beside the files

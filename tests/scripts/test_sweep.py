@@ -20,7 +20,7 @@ from specvocab_model.config import CONFIG_DIR, ConfigError, SweepConfig
 from tests.train.runs import overrides, write_experiment
 from train.sweep import launchers
 from train.sweep.points import Points, literal, point_name, split_arguments
-from train.sweep.sources import corners, distribution
+from train.sweep.sources import build_source, corners, distribution
 
 REPOSITORY = Path(CONFIG_DIR).parent
 # tau grows with the learning rate; 0.5 explodes; 0.25 waits to be told to end. What it has done survives a restart.
@@ -207,6 +207,33 @@ def test_signals_let_points_save_and_the_sweep_resumes(tmp_path, arguments, monk
         "lr-0.25": "interrupted", "lr-0.1": "waiting"}
     assert run(monkeypatch, arguments) == 0
     assert starts(tmp_path) == {"lr-0.25": 2, "lr-0.1": 1}
+
+
+def test_a_launcher_that_fails_leaves_no_point_behind(arguments):
+    class Job:
+        stopped = False
+
+        def exit_code(self) -> int | None:
+            return 75 if self.stopped else None
+
+        def stop(self) -> None:
+            self.stopped = True
+
+    class Launcher:
+        def __init__(self) -> None:
+            self.jobs: list[Job] = []
+
+        def start(self, point):
+            if self.jobs:
+                raise RuntimeError("the queue takes no more")
+            self.jobs.append(Job())
+            return self.jobs[0]
+
+    arguments = [*arguments, grid(**{LR: [0.25, 0.1]}), "sweep.parallel=2"]
+    config, launcher = compose(arguments), Launcher()
+    with pytest.raises(RuntimeError, match="takes no more"):
+        sweep.Sweep(build_source(Points(config, arguments)), launcher, config).run()
+    assert launcher.jobs[0].stopped
 
 
 def test_while_a_run_of_a_killed_sweep_lives_no_second_one_starts(tmp_path, arguments, monkeypatch, capsys):

@@ -137,9 +137,11 @@ def test_the_command_trains_and_writes_what_it_was_told_and_what_came_out(root, 
     assert {name.split(".")[0] for name in final_weights(root, "command")} == {"draft", "speculator"}
 
 
-def test_data_that_teach_nothing_are_refused(root, monkeypatch, capsys):
+def test_data_that_teach_nothing_are_refused_and_cost_no_earlier_result(root, monkeypatch, capsys):
     monkeypatch.setattr(build, "any_supervised", lambda rows, pieces: len(rows) == NUM_TRAIN_ROWS)
-    assert run_command(monkeypatch, overrides(root, "nothing", "trainer.max_steps=2")) == 2
+    (root / "nothing" / "final").mkdir(parents=True)
+    assert run_command(monkeypatch, overrides(root, "nothing", "trainer.max_steps=2", "trainer.resume=false")) == 2
+    assert (root / "nothing" / "final").exists()
     assert f"{root / 'validation'}: no document has a supervised token after its second one" in capsys.readouterr().err
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -17,7 +18,7 @@ from specvocab_model.config import ConfigError, TrackingConfig
 from tests.train.wandb_server import WandbServer
 from train import tracking
 from train.samples import Sample
-from train.tracking import Tracker, samples_html
+from train.tracking import Tracker, TrackingError, samples_html
 
 SAMPLE = Sample("row-1", [("prompt", "1 < 2"), ("rejected", "no"), ("accepted", "yes & no")], 1, 3)
 
@@ -98,6 +99,16 @@ def test_samples_in_a_browser_are_marked_and_escaped():
 def test_lines_are_on_the_disk_at_once(tmp_path):
     tracker(tmp_path).log({"loss": 1.0}, 1)  # not finished: the process may be killed
     assert lines(tmp_path) == [{"step": 1, "loss": 1.0}]
+
+
+def test_a_full_disk_is_named_with_the_step(tmp_path):
+    run = tracker(tmp_path)
+    with open("/dev/full", "a", buffering=1) as full:
+        run.backends[0].files["metrics.jsonl"] = full
+        with pytest.raises(TrackingError, match=r"step 7 could not be written to .*No space left.*make room"):
+            run.log({"loss": 1.0}, 7)
+        with contextlib.suppress(OSError):
+            full.close()  # tries once more to write what it holds
 
 
 def test_other_ranks_write_nothing(tmp_path):
