@@ -1,11 +1,13 @@
-"""Give a finished full-vocabulary draft a vocabulary speculator, without training.
+"""Give a finished draft a vocabulary speculator, without training.
 
     python scripts/convert.py DRAFT --target MODEL --output FOLDER [--prompts FILE.jsonl] [--rank R] ...
 
-DRAFT is the folder of a stock EAGLE-3 draft that shares the target's lm_head, or of one of our own exports, whose
-speculator is then replaced. The target answers the prompts, or prompts that it invents from its own chat template. Four
-fifths of the answers calibrate the speculator. On the rest the candidate recall is measured: how often the most
-probable token, the target's and the full-vocabulary draft's, is among the candidates.
+DRAFT is the folder of a public EAGLE-3 draft in the naming of SafeAILab/EAGLE, SpecForge or speculators, or of one of
+our own exports, whose speculator is then replaced. A reduced head gives way to the target's lm_head, or with --lm-head
+own to its continuation to the full vocabulary; a full head of the draft's own is kept. The target answers the prompts,
+or prompts that it invents from its own chat template. Four fifths of the answers calibrate the speculator. On the rest
+are measured how often the draft is right under each head, and the candidate recall: how often the most probable token,
+the target's and the full-vocabulary draft's, is among the candidates.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from tqdm import tqdm
 from data_gen.chat import check_template_kwargs, encode_prompt, user_turn
 from data_gen.engines import Completion, SamplingParams, TransformersEngine
 from data_gen.prompts import Prompt, load_prompts
+from specvocab_model import conversion
 from specvocab_model.cli import EXIT_CONFIG_ERROR
 from specvocab_model.config import DTYPES, QUANTIZATIONS, SELECTIONS, ConfigError, HeadConfig, TargetConfig
 from specvocab_model.decode import place_draft
@@ -35,7 +38,9 @@ from specvocab_model.draft_states import (
     measure_coverage,
     quantization_cost,
 )
-from specvocab_model.export import Provenance, check_destination, load_checkpoint, save_checkpoint
+from specvocab_model.export import Provenance, check_destination, save_checkpoint
+from specvocab_model.heads.static import OwnHead
+from specvocab_model.public_drafts import PublicDraft, open_draft
 from specvocab_model.speculator import VocabSpeculator, build_selection, collect_final_hidden
 from specvocab_model.target import Target
 from specvocab_model.target_spec import load_spec_and_tokenizer
@@ -69,6 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     target.add_argument("--chat-template-kwargs", type=json_object, default={}, metavar="JSON",
                         help="""variables of the chat template, e.g. '{"enable_thinking": false}'""")
     target.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--lm-head", choices=conversion.LM_HEADS, help="in the place of a head that the draft brings; "
+                        "by default target for a reduced one, own for a full one")
     text = parser.add_argument_group("text")
     text.add_argument("--prompts", help="jsonl of messages, prompt or turns; by default the target invents its prompts")
     text.add_argument("--num-prompts", type=positive, default=100, help="how many are read or invented at most")
@@ -125,13 +132,18 @@ def convert(options: argparse.Namespace) -> Coverage:
     prompts = load_prompts(options.prompts, options.num_prompts) if options.prompts else None
     spec, tokenizer = load_spec_and_tokenizer(target_config)
     check_template_kwargs(tokenizer, options.chat_template_kwargs)
-    model = load_checkpoint(options.draft, spec)
+    draft = open_draft(options.draft, spec)
+    model = draft.model
     head_config = HeadConfig(rank=options.rank or max(1, spec.hidden_size // 8),
                              num_candidates=options.num_candidates, selection=options.selection, tile=options.tile,
                              keep=options.keep, quantization=options.quantization)
     with torch.device("meta"):  # refuses a rank that does not fit, before the target has written for minutes
         VocabSpeculator(spec.hidden_size, head_config.rank or 0, build_selection(head_config, spec.vocab_size))
     target = Target.load(target_config, device=options.device, feature_layers=model.architecture.feature_layers)
+    brought = conversion.own_head_of(draft, target)
+    heads = conversion.full_heads(brought, target)
+    model.own_head = heads[choose_head(draft, target, brought, options.lm_head)]
+    place_draft(model, target)
 
     rows = write_text(target, prompts, options)
     calibration_rows = [row for number, row in enumerate(rows) if number % HELD_OUT]
@@ -140,12 +152,17 @@ def convert(options: argparse.Namespace) -> Coverage:
     add_speculator(model, target, head_config, calibration_rows, num_states)
     exact = copy.deepcopy(model.speculator)
     place_draft(model, target)
+    assert model.speculator is not None and exact is not None
     states = collect_draft_states(target, model, held_out_rows, num_steps=1, num_tokens=num_states)
-    speculator, lm_head = model.speculator, target.lm_head_weight
-    assert speculator is not None and exact is not None
+    right = {name: conversion.agreement(states, target, head) for name, head in heads.items()}
+    if brought is not None and not brought.is_full:
+        right["reduced"] = conversion.agreement(states, target, brought)
+    print(f"on {states.num_valid} positions the draft's most probable token is the target's\n" +
+          "\n".join(f"  {share:.2%} with lm_head {name}" for name, share in right.items()))
+    speculator, lm_head = model.speculator, model.lm_head_weight(target)
     recall = measure_coverage(states, speculator.head_weights(lm_head))
     print(f"rank {head_config.rank}, {speculator.num_candidates} candidates of {target.spec.vocab_size} tokens, "
-          f"calibrated on {num_states} positions; on {states.num_valid} others the candidates hold\n"
+          f"calibrated on {num_states} positions; on the {states.num_valid} others they hold\n"
           f"  {recall.target_top1:.2%} of the target's most probable tokens\n"
           f"  {recall.draft_top1:.2%} of the full-vocabulary draft's most probable tokens")
     cost = None
@@ -156,11 +173,33 @@ def convert(options: argparse.Namespace) -> Coverage:
         model.speculator = exact
 
     shares = {"target_top1": recall.target_top1, "draft_top1": recall.draft_top1, "num_positions": states.num_valid}
-    provenance = Provenance(metrics={"candidate_recall": shares}, candidate_recall=cost,
+    provenance = Provenance(metrics={"candidate_recall": shares, "top1_agreement": right}, candidate_recall=cost,
                             config={"convert": vars(options)})
     save_checkpoint(options.output, model, target.spec, provenance, dtype=target.lm_head_weight.dtype)
     print(f"saved to {options.output}")
     return recall
+
+
+def choose_head(draft: PublicDraft, target: Target, brought: OwnHead | None, wanted: str | None) -> str:
+    """See that the draft can stand on this target, and say which of ``conversion.LM_HEADS`` it gets.
+
+    Raises:
+        ConfigError: its embedding is another one, or it has no head that could be kept.
+    """
+    conversion.check_embedding(draft, target)
+    if draft.made_for not in (None, target.spec.name):
+        print(f"the draft's files name {draft.made_for} as its target")
+    if brought is None:
+        if wanted == "own":
+            raise ConfigError("--lm-head own: the draft brings no head but the target's; leave the option out")
+        return "target"
+    chosen = wanted or ("own" if brought.is_full else "target")
+    print(f"the draft brings a head of its own, over {len(brought.ids)} of {brought.vocab_size} tokens; --lm-head "
+          f"{chosen}: " + {
+              "target": "the target's lm_head takes its place",
+              "own": "it is kept" if brought.is_full else "it is continued to the full vocabulary",
+          }[chosen])
+    return chosen
 
 
 def write_text(target: Target, prompts: list[Prompt] | None, options: argparse.Namespace) -> list[Row]:
@@ -227,15 +266,20 @@ def generate(
 def add_speculator(
     model: SpecVocabDraft, target: Target, head_config: HeadConfig, rows: list[Row], num_states: int
 ) -> None:
-    """Give ``model`` a speculator calibrated on the target's final hidden states over ``rows``.
+    """Give ``model`` a speculator calibrated over ``rows``: on the target's final hidden states, which its output
+    imitates, or with a head of its own, whose space may be another, on its output itself.
 
     Raises:
         ConfigError: the rank does not fit the target, or there are fewer states than that.
     """
     selection = build_selection(head_config, target.spec.vocab_size)
     speculator = VocabSpeculator(target.spec.hidden_size, head_config.rank or 0, selection).to(target.device)
-    states = tqdm(collect_final_hidden(target, rows, num_states), total=len(rows), desc="calibration", unit=" rows")
-    speculator.initialise("calibration", target.lm_head_weight, states)
+    if model.own_head is None:
+        states = tqdm(collect_final_hidden(target, rows, num_states), total=len(rows), desc="calibration", unit=" rows")
+    else:
+        outputs = collect_draft_states(target, model, rows, num_steps=1, num_tokens=num_states)
+        states = outputs.hidden[outputs.rows.valid]
+    speculator.initialise("calibration", model.lm_head_weight(target), states)
     model.speculator, model.head_config = speculator, head_config
 
 

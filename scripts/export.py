@@ -6,6 +6,7 @@ Reads ``output_dir/final/``, writes ``output_dir/export/``. Weights are stored i
 the draft in it. How candidates are selected may differ from training, what shapes the weights may not.
 
     export.weights=best       the checkpoint with the best simulated tau on the validation data, not the last step
+    export.own_lm_head=true   with a copy of the target's lm_head, for an engine that cannot share it
     export=speculators        in the layout of the library speculators, to output_dir/export-speculators/
 
 With ``head.quantization=fp8`` or ``int8`` the speculator's ``vocab_proj`` is rounded to 8 bits. Where the validation
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from data_gen.shards import MANIFEST_FILE, load_rows
 from specvocab_model.cli import hydra_main
@@ -31,8 +33,10 @@ from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.draft_states import collect_draft_states, describe_cost, quantization_cost
 from specvocab_model.export import Provenance, save_checkpoint
 from specvocab_model.files import read_json, require_fields
+from specvocab_model.heads.static import OwnHead
 from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec
 from specvocab_model.tensor_files import read_tensors
+from specvocab_model.vocab import VocabMap
 from train.checkpoint import BEST_METRIC, MODEL_FILE, best_checkpoint
 
 FOLDERS = {"eagle3": "export", "speculators": "export-speculators"}  # of output_dir, by layout
@@ -74,6 +78,8 @@ def export(config: Config) -> Path:
     model = SpecVocabDraft.build(spec, config.draft, config.head)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     model.load_state_dict(read_tensors(weights, shapes, TRAIN_AGAIN, digest))
+    if config.export.own_lm_head:
+        copy_lm_head(model, config)
     recall = None if config.head.quantization is None else quantize(model, config.head.quantization, config)
     provenance = Provenance(
         step=training["step"],
@@ -85,6 +91,20 @@ def export(config: Config) -> Path:
     )
     return save_checkpoint(output / FOLDERS[config.export.layout], model, spec, provenance,
                            dtype=TORCH_DTYPES[config.target.dtype], layout=config.export.layout)
+
+
+def copy_lm_head(model: SpecVocabDraft, config: Config) -> None:
+    """Give the draft the target's ``lm_head`` as its own.
+
+    Raises:
+        ConfigError: it has a head of its own already.
+    """
+    if model.own_head is not None:
+        raise ConfigError("export.own_lm_head=true stores a copy of the target's lm_head, but this draft was trained "
+                          f"with a head of its own (head.type={config.head.type}); leave it out")
+    lm_head = Target.load(config.target, device="cpu", decoder=False).lm_head_weight
+    model.own_head = OwnHead(lm_head.shape[1], VocabMap.from_ids(torch.arange(len(lm_head)), len(lm_head)))
+    model.own_head.weight = nn.Parameter(lm_head.detach())
 
 
 def quantize(model: SpecVocabDraft, precision: str, config: Config) -> dict[str, Any] | None:
@@ -105,7 +125,7 @@ def quantize(model: SpecVocabDraft, precision: str, config: Config) -> dict[str,
     place_draft(trained, target)
     states = collect_draft_states(target, trained, load_rows(path), num_steps=model.architecture.num_unroll_steps,
                                   num_tokens=RECALL_TOKENS)
-    cost = quantization_cost(states, target.lm_head_weight, before=trained.speculator, after=model.speculator)
+    cost = quantization_cost(states, model.lm_head_weight(target), before=trained.speculator, after=model.speculator)
     print(describe_cost(cost, f"positions of {path}"))
     return cost
 
@@ -120,7 +140,8 @@ def check_run(training: dict[str, Any], config: Config, spec: TargetSpec) -> Non
         raise ConfigError(f"{config.output_dir} was trained for another target than {spec.name} (fingerprint "
                           f"{training['target_fingerprint'][:12]}, now {spec.fingerprint[:12]}); give that target")
     trained, now = training["config"], asdict(config)
-    for node, keys in {"draft": now["draft"].keys(), "head": ("type", "rank")}.items():
+    head = ("type", "draft_vocab_size") if config.head.type == "static" else ("type", "rank")
+    for node, keys in {"draft": now["draft"].keys(), "head": head}.items():
         for key in keys:
             if trained[node][key] != now[node][key]:
                 raise ConfigError(f"{node}.{key}={now[node][key]!r}, but {config.output_dir} was trained with "

@@ -143,7 +143,7 @@ def tune(options: argparse.Namespace) -> None:
     """
     target, model, states, ranks = load(options)
     assert model is not None
-    judge = Judge(states, target.lm_head_weight, ranks, token_counts(options, target.spec))
+    judge = Judge(states, model.lm_head_weight(target), ranks, token_counts(options, target.spec))
     space, costs = search_space(options, judge, states, model, target)
     outcomes = search(space, judge, costs, min_tau_ratio=options.min_tau_ratio, num_trials=options.trials,
                       seed=options.seed)
@@ -276,7 +276,7 @@ def record_of(outcome: Outcome) -> dict[str, Any]:
 def print_table(options: argparse.Namespace) -> None:
     """Recall of exact and tile selections at every rank and precision."""
     target, model, states, ranks = load(options)
-    judge = Judge(states, target.lm_head_weight, ranks)
+    judge = Judge(states, target.lm_head_weight if model is None else model.lm_head_weight(target), ranks)
     print(f"{states.num_valid} positions of {options.data}, {'draft' if model else 'target'} states, {options.dtype}; "
           f"simulated τ of the full head {judge.full_tau:.4f}")
     print(report.recall_table(judge, TABLE_TOPS, options.dtype, of_draft=model is not None))

@@ -407,6 +407,7 @@ class ExportConfig:
     """What scripts/export.py makes of a run; no other command reads it."""
 
     layout: str = "eagle3"  # SafeAILab's and SpecForge's, in output_dir/export; speculators: in export-speculators
+    own_lm_head: bool = False  # store a copy of the target's lm_head, for an engine that cannot share it
     weights: str = "final"  # best: of the checkpoint with the best simulated tau on the validation data
 
     def __post_init__(self) -> None:

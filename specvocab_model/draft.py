@@ -25,7 +25,7 @@ from specvocab_model.heads.static import OwnHead
 from specvocab_model.layers import MLP, RMSNorm, rotate
 from specvocab_model.losses import Objective, distillation_loss, static_distillation_loss
 from specvocab_model.speculator import VocabSpeculator, build_selection
-from specvocab_model.target import TargetSpec, default_feature_layers
+from specvocab_model.target import Target, TargetSpec, default_feature_layers
 from specvocab_model.unroll import UnrollPlan, plan_unroll, unroll, unrolled_positions
 
 DRAFT_ROWS = 256  # positions whose logits over the vocabulary are held at one time
@@ -241,6 +241,11 @@ class SpecVocabDraft(nn.Module):
             self.own_head = OwnHead.of_size(
                 architecture.hidden_size, head_config.draft_vocab_size, architecture.vocab_size
             )
+
+    def lm_head_weight(self, target: Target) -> Tensor:
+        """The output embedding of the full vocabulary, [V, d]: the draft's own if it has one, or the target's."""
+        own = self.own_head
+        return target.lm_head_weight if own is None or not own.is_full else own.weight
 
     @classmethod
     def build(cls, spec: TargetSpec, draft_config: DraftConfig, head_config: HeadConfig) -> SpecVocabDraft:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from specvocab_kernels.vocab_head import HeadWeights, approximate_logits
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 from tqdm import tqdm
 
 from specvocab_model.acceptance import prefix_products
@@ -90,7 +90,7 @@ def collect_draft_states(
 def collect_target_states(target: Target, rows: Iterable[Any], num_tokens: int) -> DraftStates:
     """The target's own final hidden states in the place of a draft's: what a perfect draft of one step would give."""
     hidden = torch.cat(list(collect_final_hidden(target, rows, num_tokens)))
-    ids = _most_probable(target, hidden)
+    ids = _most_probable(target.lm_head_weight, hidden)
     at = torch.arange(len(hidden), device=hidden.device)
     rows_of = JudgedRows(at, at[None], torch.ones_like(at, dtype=torch.bool)[None])
     return DraftStates(hidden=hidden[None], target_ids=ids, draft_ids=ids[None], rows=rows_of, num_positions=len(at))
@@ -102,18 +102,19 @@ def _unrolled(target: Target, model: SpecVocabDraft, input_ids: Tensor, plan: Un
     num_steps = plan.rows.valid.shape[0]
     steps = unroll(model.draft, output.features, target.embed(input_ids), positions, plan.unrolled, num_steps)
     hidden = model.draft.norm(torch.stack([step[at] for step, at in zip(steps, plan.student_at, strict=True)]))
-    top = partial(_most_probable, target)
+    top = partial(_most_probable, model.lm_head_weight(target))
     return DraftStates(
         hidden=hidden,
-        target_ids=top(output.final_hidden[0, plan.rows.teacher]),
+        target_ids=_most_probable(target.lm_head_weight, output.final_hidden[0, plan.rows.teacher]),
         draft_ids=torch.stack([top(states) for states in hidden]),
         rows=JudgedRows(plan.rows.teacher + offset, plan.rows.student + offset, plan.rows.valid),
         num_positions=0,
     )
 
 
-def _most_probable(target: Target, hidden: Tensor) -> Tensor:
-    return torch.cat([target.logits(chunk).argmax(-1) for chunk in hidden.split(ROWS_AT_ONCE)])
+def _most_probable(lm_head: Tensor, hidden: Tensor) -> Tensor:
+    """A target's scale and soft-cap are monotone, so they do not change which token that is."""
+    return torch.cat([linear(chunk.to(lm_head.dtype), lm_head).argmax(-1) for chunk in hidden.split(ROWS_AT_ONCE)])
 
 
 def _join(parts: list[DraftStates], num_positions: int) -> DraftStates:

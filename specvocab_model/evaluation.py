@@ -216,7 +216,7 @@ def evaluate(
 
     evaluation = Evaluation(
         autoregressive=Measurement(),
-        variants={name: Measurement(recall=_recall(target, variant.head)) for name, variant in variants.items()},
+        variants={name: Measurement(recall=_recall(target, variant)) for name, variant in variants.items()},
         greedy=temperature == 0,
     )
     with tqdm(total=sum(prompt.num_turns for prompt in prompts), unit="turn", disable=not show_progress) as progress:
@@ -258,10 +258,12 @@ def _input_ids(target: Target, prompt: EvalPrompt, answers: Sequence[str]) -> Te
     return torch.tensor([prompt.encode_turn(answers)], device=target.device)
 
 
-def _recall(target: Target, head: Head) -> CandidateRecall | None:
+def _recall(target: Target, variant: Variant) -> CandidateRecall | None:
     """A meter for heads that have candidates, found out by asking for some."""
     hidden = target.lm_head_weight.new_zeros(1, target.spec.hidden_size)
-    return None if head(hidden).ids is None else CandidateRecall(FullHead(target))
+    if variant.head(hidden).ids is None:
+        return None
+    return CandidateRecall(FullHead(target, variant.model.lm_head_weight(target)))
 
 
 def _observing(recall: CandidateRecall | None) -> dict[str, Any]:

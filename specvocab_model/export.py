@@ -1,6 +1,7 @@
 """The checkpoint that users get: a stock EAGLE-3 draft with the vocabulary speculator in a folder beside it.
 
-    config.json, model.safetensors     what vLLM and SGLang read; no embedding and no lm_head, both are the target's
+    config.json, model.safetensors     what vLLM and SGLang read; no embedding and, unless the draft has a head of its
+                                       own, no lm_head: both are the target's
     vocabulary_speculator/             config.json and model.safetensors of the speculator, 8-bit where wanted
     custom_generate/generate.py        what transformers' ``generate`` runs for this folder
     specvocab.json                     provenance: target, data, configuration, commit, metrics
@@ -13,16 +14,18 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from specvocab_model import serving
 from specvocab_model.config import ConfigError, HeadConfig
-from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.eagle3 import (
     check_served,
     check_target,
@@ -32,6 +35,7 @@ from specvocab_model.eagle3 import (
     tensor_shapes,
 )
 from specvocab_model.files import read_json, replace_folder, require_fields, sha256, write_json
+from specvocab_model.heads.static import OwnHead
 from specvocab_model.layouts import (
     our_config,
     our_names,
@@ -52,6 +56,7 @@ from specvocab_model.speculator_files import (
 )
 from specvocab_model.target import TargetSpec
 from specvocab_model.tensor_files import check_digest, check_tensors, read_safetensors, to_store
+from specvocab_model.vocab import VocabMap
 
 DRAFT_FILE = "model.safetensors"
 PROVENANCE_FILE = "specvocab.json"
@@ -105,8 +110,12 @@ def save_checkpoint(
     folder = check_destination(folder)
     architecture = model.architecture
     check_target(architecture, target_spec, "the draft")
-    draft_vocab_size = None  # own head:
+    own = model.own_head
+    draft_vocab_size = None if own is None else len(own.ids)
     draft = to_store(model.draft.state_dict(), dtype)
+    if own is not None:
+        draft |= to_store({"lm_head.weight": own.weight}, dtype)
+        draft |= {} if own.is_full else {"d2t": own.vocab.d2t, "t2d": own.vocab.t2d}
     check_tensors(draft, tensor_shapes(architecture, draft_vocab_size), "the draft")
     config = engine_config(architecture, target_spec, dtype, draft_vocab_size)
     check_served(config, architecture, target_spec, "the draft")
@@ -134,6 +143,7 @@ def save_checkpoint(
             "hidden_size": target_spec.hidden_size,
         },
         "num_unroll_steps": architecture.num_unroll_steps,
+        "draft_vocab_size": draft_vocab_size,
         "speculator": speculator_config,
         **asdict(provenance),
         "evaluation": None,
@@ -177,10 +187,8 @@ def add_evaluation(folder: str | Path, evaluation: dict[str, Any]) -> None:
 def load_checkpoint(folder: str | Path, target_spec: TargetSpec | None = None) -> SpecVocabDraft:
     """Read a checkpoint, in the type it was stored in, on the CPU.
 
-    A stock EAGLE-3 folder without ``vocabulary_speculator/`` gives a draft whose only head is the full one.
-
     Args:
-        folder: written by ``save_checkpoint``, or a stock EAGLE-3 draft that shares the target's ``lm_head``.
+        folder: written by ``save_checkpoint``; or what remains of it without its speculator and provenance.
         target_spec: the target it will be used with; checked when given.
 
     Raises:
@@ -199,22 +207,54 @@ def load_checkpoint(folder: str | Path, target_spec: TargetSpec | None = None) -
         check_target(architecture, target_spec, str(folder))
         if record is not None:
             _check_fingerprint(record["target"], target_spec, folder)
-    head_config = HeadConfig(type="full")
-    if record is not None and record["speculator"] is not None:
-        head_config = read_head_config(folder)
-    model = SpecVocabDraft(architecture, head_config)
     written = {} if record is None else record.get("sha256", {})  # older checkpoints do not have it
-    draft_vocab_size = read_draft_vocab_size(config, str(path))
-    tensors = our_names(read_safetensors(folder / DRAFT_FILE, COPY_AGAIN), str(folder / DRAFT_FILE))
-    if shares_target_head(written_config, tensors):
-        draft_vocab_size = None
-    check_tensors(tensors, tensor_shapes(architecture, draft_vocab_size), str(folder / DRAFT_FILE))
-    check_digest(folder / DRAFT_FILE, written.get(DRAFT_FILE), COPY_AGAIN)
-    # own head:
-    # assign=True keeps the stored type without casting the module, which would round its fp32 RoPE frequencies too.
-    model.draft.load_state_dict(tensors, assign=True)
+    path = folder / DRAFT_FILE
+    tensors = our_names(read_safetensors(path, COPY_AGAIN), str(path))
+    draft_vocab_size = None
+    if not shares_target_head(written_config, tensors):
+        draft_vocab_size = read_draft_vocab_size(config, str(folder / "config.json"))
+    has_speculator = record is not None and record["speculator"] is not None
+    head_config = read_head_config(folder) if has_speculator else None
+    model = build_draft(architecture, tensors, draft_vocab_size, head_config, str(path))
+    check_digest(path, written.get(DRAFT_FILE), COPY_AGAIN)
     if model.speculator is not None:
-        fill_speculator(model.speculator, head_config.quantization, folder, written.get(SPECULATOR_FILE))
+        fill_speculator(model.speculator, model.head_config.quantization, folder, written.get(SPECULATOR_FILE))
+    return model
+
+
+def build_draft(
+    architecture: DraftArchitecture,
+    tensors: Mapping[str, Tensor],
+    draft_vocab_size: int | None,
+    head_config: HeadConfig | None,
+    where: str,
+) -> SpecVocabDraft:
+    """The draft of a stock checkpoint's tensors, in their type; a speculator is left as it is made.
+
+    Args:
+        tensors: under our names.
+        draft_vocab_size: rows of its own head; null without one.
+        head_config: of its speculator; null without one.
+        where: what to call the tensors in an error.
+
+    Raises:
+        ConfigError: a tensor is missing, unknown, misshapen or not finite, or the vocabulary's map contradicts itself.
+    """
+    check_tensors(tensors, tensor_shapes(architecture, draft_vocab_size), where)
+    own = None
+    if draft_vocab_size is not None:
+        vocab = VocabMap.from_ids(torch.arange(architecture.vocab_size), architecture.vocab_size)
+        if "d2t" in tensors:
+            vocab = VocabMap.from_tensors(tensors["d2t"], tensors["t2d"], where)
+        own = OwnHead(architecture.hidden_size, vocab)
+        own.weight = nn.Parameter(tensors["lm_head.weight"])
+    if head_config is None:
+        head_config = HeadConfig(type="full") if own is None else HeadConfig(type="static", draft_vocab_size=len(vocab))
+    model = SpecVocabDraft(architecture, head_config)
+    model.own_head = own
+    # assign=True keeps the stored type without casting the module, which would round its fp32 RoPE frequencies too.
+    layer = {name: tensor for name, tensor in tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}
+    model.draft.load_state_dict(layer, assign=True)
     return model
 
 

@@ -9,6 +9,8 @@ def model_card(record: dict[str, Any]) -> str:
     """The model card; with a table of measurements once ``record["evaluation"]`` is there."""
     target, speculator = record["target"], record["speculator"]
     head = "the target's full vocabulary"
+    if (size := record.get("draft_vocab_size")) is not None:  # older checkpoints do not have it
+        head = f"an output embedding of its own over {size} of {target['vocab_size']} tokens"
     if speculator is not None:
         bits = f" in {speculator['quantization']}" if speculator["quantization"] else ""
         how = ""

@@ -28,11 +28,11 @@ __all__ = ["HEADS", "ClusterHead", "ClusterRouter", "FullHead", "Head", "HeadOut
 
 
 def _full(target: Target, model: SpecVocabDraft) -> Head:
-    return FullHead(target)
+    return FullHead(target, model.lm_head_weight(target))
 
 
 def _speculative(target: Target, model: SpecVocabDraft) -> Head:
-    return SpeculativeHead(target, _speculator(model, "speculative"))
+    return SpeculativeHead(target, _speculator(model, "speculative"), model.lm_head_weight(target))
 
 
 def _low_rank(target: Target, model: SpecVocabDraft) -> Head:

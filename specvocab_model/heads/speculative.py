@@ -23,19 +23,22 @@ class SpeculativeHead(Head):
     Args:
         target: owner of ``lm_head``, its scale and its soft-cap.
         speculator: on the target's device.
+        lm_head: the draft's own output embedding ``[V, d]``; by default the target's.
         impl: of ``specvocab_kernels.vocab_head``; ``auto`` may take the full head where that is faster.
 
     Raises:
         ConfigError: the speculator was made for a vocabulary of another size.
     """
 
-    def __init__(self, target: Target, speculator: VocabSpeculator, impl: str = "auto") -> None:
+    def __init__(
+        self, target: Target, speculator: VocabSpeculator, lm_head: Tensor | None = None, impl: str = "auto"
+    ) -> None:
         if speculator.vocab_size != target.spec.vocab_size:
             raise ConfigError(
                 f"the speculator covers {speculator.vocab_size} tokens, but the lm_head of {target.spec.name} has "
                 f"{target.spec.vocab_size} rows; load the target that the draft was trained for"
             )
-        self.weights = speculator.head_weights(target.lm_head_weight)
+        self.weights = speculator.head_weights(target.lm_head_weight if lm_head is None else lm_head)
         self.scale, self.softcap = target.spec.logit_scale, target.spec.logit_softcap
         self.impl = impl
 

@@ -41,6 +41,11 @@ class OwnHead(nn.Module):
         return cls(hidden_size, VocabMap.from_ids(torch.arange(min(size, vocab_size)), vocab_size))
 
     @property
+    def is_full(self) -> bool:
+        """Whether it covers the whole vocabulary, in the place of the target's ``lm_head``."""
+        return len(self.ids) == self.vocab_size
+
+    @property
     def vocab(self) -> VocabMap:
         return VocabMap(self.ids.cpu(), self.vocab_size)
 

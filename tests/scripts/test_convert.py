@@ -1,19 +1,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from specvocab_kernels.vocab_head import TileSelection
 
 from scripts import convert
+from specvocab_model import conversion
 from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
+from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
-from specvocab_model.draft_states import collect_draft_states, measure_coverage
+from specvocab_model.draft_states import DraftStates, collect_draft_states, measure_coverage
 from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
+from specvocab_model.heads import build_head
+from specvocab_model.heads.static import OwnHead
+from specvocab_model.layouts import speculators_config
 from specvocab_model.speculator import VocabSpeculator
 from specvocab_model.target import Target
+from specvocab_model.unroll import JudgedRows
+from specvocab_model.vocab import VocabMap
 from tests.tiny import tile_candidates, tiny_target
 
 
@@ -68,6 +77,109 @@ def test_the_draft_stays_and_gains_a_calibrated_speculator(arguments, draft, tar
     assert "rank 24, 60 candidates of 277 tokens" in printed
     assert f"{recall['target_top1']:.2%} of the target's" in printed
     assert f"{recall['draft_top1']:.2%} of the full-vocabulary draft's" in printed
+
+
+KEPT = VocabMap.from_ids(range(5, 277, 4), 277)
+# A head that was trained from noise may have another basis than the target's.
+BASIS = torch.linalg.qr(torch.randn(48, 48, generator=torch.Generator().manual_seed(5))).Q
+
+
+def publish(draft: Path, folder: Path, target: Target, *, spelling: str, **more: torch.Tensor) -> str:
+    """The draft with other tensors beside its layer, as SafeAILab, SpecForge or speculators would write it."""
+    shutil.copytree(draft, folder)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors") | {name: tensor.clone() for name, tensor in more.items()}
+    config["draft_vocab_size"] = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else None
+    if spelling == "speculators":
+        config = speculators_config(config, target.spec, 3)
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    if spelling == "safeailab":
+        torch.save(tensors, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+        config |= {"max_position_embeddings": 64}
+    else:
+        save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("spelling", ["safeailab", "speculators"])
+def test_a_reduced_head_gives_way_to_the_targets(spelling, arguments, draft, target, tmp_path, capsys):
+    head = {"lm_head.weight": target.lm_head_weight[KEPT.ids] @ BASIS, "d2t": KEPT.d2t, "t2d": KEPT.t2d,
+            "embed_tokens.weight": target.model.get_input_embeddings().weight.bfloat16()}
+    arguments[0] = publish(draft, tmp_path / "public", target, spelling=spelling, **head)
+    run(arguments)
+    before, after = load_checkpoint(draft), load_checkpoint(tmp_path / "converted", target.spec)
+    torch.testing.assert_close(dict(after.draft.state_dict()), dict(before.draft.state_dict()), rtol=0, atol=0)
+    assert after.own_head is None and after.speculator.num_candidates == 60
+    assert after.architecture.max_position_embeddings == 512 and after.architecture.feature_layers == (1, 3, 6)
+    basis = after.speculator.down_proj.weight
+    torch.testing.assert_close(after.speculator.vocab_proj.weight, target.lm_head_weight @ basis.T)
+    right = json.loads((tmp_path / "converted/specvocab.json").read_text())["metrics"]["top1_agreement"]
+    assert right.keys() == {"target", "own", "reduced"}
+    printed = capsys.readouterr().out
+    assert "a head of its own, over 68 of 277 tokens; --lm-head target: the target's lm_head takes its place" in printed
+    assert all(f"{share:.2%} with lm_head {name}" in printed for name, share in right.items())
+
+
+@pytest.mark.parametrize("vocab", [KEPT, None])
+def test_a_head_of_its_own_is_kept_on_request(vocab, arguments, draft, target, tmp_path, capsys):
+    """A full one without asking, a reduced one continued to the full vocabulary."""
+    whole = target.lm_head_weight.detach() @ BASIS
+    head = {"lm_head.weight": whole}
+    if vocab is not None:
+        head = {"lm_head.weight": whole[vocab.ids], "d2t": vocab.d2t, "t2d": vocab.t2d}
+    arguments[0] = publish(draft, tmp_path / "public", target, spelling="specforge", **head)
+    run(arguments + (["--lm-head", "own"] if vocab is not None else []))
+    after = load_checkpoint(tmp_path / "converted", target.spec)
+    assert after.own_head.is_full
+    torch.testing.assert_close(after.own_head.weight.detach(), whole, atol=1e-4, rtol=1e-4)
+    basis = after.speculator.down_proj.weight.detach()
+    torch.testing.assert_close(after.speculator.vocab_proj.weight.detach(), whole @ basis.T, atol=1e-4, rtol=1e-4)
+    assert ("it is kept" if vocab is None else "it is continued to the full vocabulary") in capsys.readouterr().out
+
+    # The candidates and the exact logits are those of this head, in the evaluation too.
+    place_draft(after, target)
+    hidden = torch.randn(3, 48, generator=torch.Generator().manual_seed(6))
+    full, some = (build_head(kind, target, after)(hidden) for kind in ("full", "speculative"))
+    torch.testing.assert_close(full.logits, target.scale_and_cap(hidden @ whole.T), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(some.logits, full.logits.gather(-1, some.ids.long()), atol=1e-3, rtol=1e-3)
+
+
+def test_copies_of_the_targets_weights_are_left_out(arguments, draft, target, tmp_path, capsys):
+    copies = {"lm_head.weight": target.lm_head_weight.bfloat16(),
+              "embed_tokens.weight": target.model.get_input_embeddings().weight.half()}
+    arguments[0] = publish(draft, tmp_path / "public", target, spelling="speculators", **copies)
+    run(arguments)
+    assert load_checkpoint(tmp_path / "converted", target.spec).own_head is None
+    assert "a head of its own" not in capsys.readouterr().out
+    run_refused = [*arguments, "--lm-head", "own"]
+    with pytest.raises(SystemExit):
+        run(run_refused)
+    assert "--lm-head own: the draft brings no head but the target's" in capsys.readouterr().err
+
+
+def test_another_embedding_is_refused(arguments, draft, target, tmp_path, capsys):
+    other = target.model.get_input_embeddings().weight.flip(0)
+    arguments[0] = publish(draft, tmp_path / "public", target, spelling="specforge", **{"embed_tokens.weight": other})
+    with pytest.raises(SystemExit):
+        run(arguments)
+    assert "an embedding [277, 48] that is not" in capsys.readouterr().err
+    assert not (tmp_path / "converted").exists()
+
+
+def test_how_often_a_head_is_right(target):
+    """Against a loop, with a head over some of the tokens."""
+    own = OwnHead(48, KEPT)
+    own.weight.data.normal_(generator=torch.Generator().manual_seed(7))
+    hidden = torch.randn(1, 40, 48, generator=torch.Generator().manual_seed(8))
+    rows = JudgedRows(torch.arange(40), torch.arange(40)[None], torch.arange(40)[None] < 30)
+    best = [KEPT.ids.tolist()[int((own.weight @ state).argmax())] for state in hidden[0]]
+    target_ids = torch.tensor([token if number % 3 else token + 1 for number, token in enumerate(best)])
+    states = DraftStates(hidden=hidden, target_ids=target_ids, draft_ids=target_ids[None], rows=rows, num_positions=40)
+    assert conversion.agreement(states, target, own) == 20 / 30
+    agreed = (hidden[0, :30] @ target.lm_head_weight.T).argmax(-1) == target_ids[:30]
+    assert conversion.agreement(states, target, None) == int(agreed.sum()) / 30
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])

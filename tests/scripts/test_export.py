@@ -24,7 +24,7 @@ from specvocab_model.config import (
 )
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import load_checkpoint
-from specvocab_model.target import load_spec
+from specvocab_model.target import Target, load_spec
 from tests.scripts.data import write_data
 from tests.tiny import tiny_target_folder
 from train.checkpoint import TrainState, write_manifest
@@ -105,6 +105,27 @@ def test_the_best_checkpoint_is_exported_on_request(config, capsys):
     shutil.rmtree(weights.parent.parent)
     with pytest.raises(ConfigError, match=r"checkpoints holds no checkpoint; export the final weights"):
         export.export(best)
+
+
+def test_a_copy_of_the_targets_head_is_exported_on_request(config):
+    finish_training(config)
+    folder = export.export(replace(config, export=ExportConfig(own_lm_head=True)))
+    assert json.loads((folder / "config.json").read_text())["draft_vocab_size"] == 277
+    lm_head = Target.load(config.target, device="cpu").lm_head_weight
+    loaded = load_checkpoint(folder, load_spec(config.target))
+    assert torch.equal(loaded.own_head.weight, lm_head) and loaded.own_head.is_full
+    assert loaded.speculator.selection == TileSelection(277, 128, 7)
+
+
+def test_a_trained_static_head_is_exported(config):
+    config = replace(config, head=HeadConfig(type="static", draft_vocab_size=40))
+    model = finish_training(config)
+    loaded = load_checkpoint(export.export(config), load_spec(config.target))
+    assert torch.equal(loaded.own_head.weight, model.own_head.weight) and len(loaded.own_head.ids) == 40
+    with pytest.raises(ConfigError, match="was trained with a head of its own"):
+        export.export(replace(config, export=ExportConfig(own_lm_head=True)))
+    with pytest.raises(ConfigError, match=r"head.draft_vocab_size=41, but .* was trained with 40"):
+        export.export(replace(config, head=HeadConfig(type="static", draft_vocab_size=41)))
 
 
 def test_the_layout_of_speculators_has_a_folder_of_its_own(config):

@@ -15,7 +15,9 @@ from specvocab_model.attention import DraftCache
 from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import Provenance, add_evaluation, load_checkpoint, save_checkpoint
+from specvocab_model.heads.static import OwnHead
 from specvocab_model.target import TargetSpec
+from specvocab_model.vocab import VocabMap
 
 SPEC = TargetSpec(
     name="some/target", model_type="qwen3", hidden_size=48, vocab_size=277, num_hidden_layers=12,
@@ -129,6 +131,68 @@ def test_what_is_loaded_is_what_was_saved(head, dtype, tmp_path):
     if model.speculator is not None:
         assert loaded.speculator.selection == model.speculator.selection
         assert loaded.speculator.rank == model.speculator.rank
+
+
+KEPT = VocabMap.from_ids([3, 4, 10, 100, 101, 276], 277)
+EVERY = VocabMap.from_ids(range(277), 277)
+
+
+def with_own_head(vocab: VocabMap, **head) -> SpecVocabDraft:
+    model = make_model(**head)
+    model.own_head = OwnHead(48, vocab)
+    model.own_head.weight.data.normal_(generator=torch.Generator().manual_seed(4))
+    return model
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+@pytest.mark.parametrize("vocab, head", [(KEPT, {"type": "full"}), (EVERY, {"type": "full"}), (EVERY, {})])
+def test_a_head_of_its_own_is_loaded_as_it_was_saved(vocab, head, layout, tmp_path):
+    """Reduced (static), full, and full with a speculator; the tensors that SERVING.md asks for, and types that last."""
+    model = with_own_head(vocab, **head)
+    folder = save_checkpoint(tmp_path / "export", model, SPEC, PROVENANCE, layout=layout)
+    assert json.loads((folder / "config.json").read_text())["draft_vocab_size"] == len(vocab)
+    stored = load_file(folder / "model.safetensors")
+    assert stored["lm_head.weight"].shape == (len(vocab), 48) and stored["lm_head.weight"].dtype == torch.bfloat16
+    if vocab is KEPT:
+        assert stored["d2t"].tolist() == [3, 3, 8, 97, 97, 271] and stored["d2t"].dtype == torch.int64
+        assert stored["t2d"].dtype == torch.bool and stored["t2d"].nonzero()[:, 0].tolist() == vocab.ids.tolist()
+    else:
+        assert not stored.keys() & {"d2t", "t2d"}
+    loaded = load_checkpoint(folder, SPEC)
+    assert loaded.own_head.ids.tolist() == vocab.ids.tolist()
+    assert torch.equal(loaded.own_head.weight, model.own_head.weight.bfloat16())
+    assert loaded.head_config.type == ("static" if head else "speculative")
+    assert (loaded.speculator is None) == (model.speculator is None)
+    if head:
+        assert f"its own over {len(vocab)} of 277 tokens" in (folder / "README.md").read_text()
+
+
+def test_a_map_that_does_not_belong_to_the_head_is_refused(tmp_path):
+    folder = save_checkpoint(tmp_path / "export", with_own_head(KEPT, type="full"), SPEC, PROVENANCE)
+    path, load = folder / "model.safetensors", lambda: load_checkpoint(folder, SPEC)
+    tensors = load_file(path)
+
+    def write(**changes):
+        save_file({name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}, path)
+
+    stale = VocabMap.from_ids([3, 4, 10, 100, 102, 276], 277)
+    write(d2t=stale.d2t)
+    assert "which are not the 6 that t2d marks" in error_of(load)
+    write(d2t=KEPT.ids)  # ids in the place of offsets
+    assert "which are not the 6 that t2d marks" in error_of(load)
+    write(d2t=stale.d2t, t2d=stale.t2d)  # of another training
+    assert "model.safetensors is damaged or was changed" in error_of(load)
+    write(t2d=torch.ones(300, dtype=torch.bool))  # of another tokenizer
+    assert "t2d has shape (300,) instead of (277,)" in error_of(load)
+    write(d2t=None)
+    assert "d2t is missing" in error_of(load)
+    write(**{"lm_head.weight": None})
+    assert "lm_head.weight is missing" in error_of(load)
+    write()
+    edit_json(folder / "config.json", draft_vocab_size=None)
+    assert "d2t is unknown; lm_head.weight is unknown; t2d is unknown" in error_of(load)
+    edit_json(folder / "config.json", draft_vocab_size=277)
+    assert "lm_head.weight has shape (6, 48) instead of (277, 48)" in error_of(load)
 
 
 @pytest.mark.parametrize("precision, dtype", [("fp8", torch.float8_e4m3fn), ("int8", torch.int8)])
