@@ -189,6 +189,8 @@ def choose_head(draft: PublicDraft, target: Target, brought: OwnHead | None, wan
     conversion.check_embedding(draft, target)
     if draft.made_for not in (None, target.spec.name):
         print(f"the draft's files name {draft.made_for} as its target")
+    if draft.model.architecture.norm_before_residual:
+        print("the draft's layer adds to the normalised state (norm_before_residual): vLLM can serve it, SGLang cannot")
     if brought is None:
         if wanted == "own":
             raise ConfigError("--lm-head own: the draft brings no head but the target's; leave the option out")
