@@ -27,7 +27,7 @@ from specvocab_model.target import TargetSpec
 from specvocab_model.tensor_files import read_safetensors
 
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")  # two names of one thing
-FETCH_AGAIN = "fetch the draft again"
+FETCH_AGAIN = "bring the whole draft here again (hf download OWNER/NAME --local-dir FOLDER)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,7 +86,7 @@ class SpeculativeDecoding:
         draft = checkpoint.draft
         target = Target(checkpoint.spec, model, checkpoint.tokenizer, draft.architecture.feature_layers)
         place_draft(draft, target)
-        head = build_head("full" if draft.speculator is None else "speculative", target, draft)
+        head = build_head(draft.head_config.type, target, draft)
         return cls(target=target, draft=draft, head=head, num_draft_tokens=num_draft_tokens, streamer=streamer)
 
     def __call__(

@@ -3,16 +3,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from specvocab_kernels.vocab_head import ExactSelection, vocab_head
 from transformers import LlamaConfig
 
 from specvocab_model import export, files
 from specvocab_model.attention import DraftCache
-from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
+from specvocab_model.config import LAYOUTS, ConfigError, DraftConfig, HeadConfig
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import Provenance, add_evaluation, load_checkpoint, save_checkpoint
 from specvocab_model.heads.static import OwnHead
@@ -165,6 +168,22 @@ def test_a_head_of_its_own_is_loaded_as_it_was_saved(vocab, head, layout, tmp_pa
     assert (loaded.speculator is None) == (model.speculator is None)
     if head:
         assert f"its own over {len(vocab)} of 277 tokens" in (folder / "README.md").read_text()
+
+
+@given(ids=st.sets(st.integers(0, 276), min_size=1), layout=st.sampled_from(LAYOUTS), short=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_any_reduced_vocabulary_survives_and_any_wrong_offset_is_noticed(ids, layout, short):
+    model = with_own_head(VocabMap.from_ids(ids, 277), type="full")
+    with TemporaryDirectory() as root:
+        folder = save_checkpoint(Path(root, "export"), model, SPEC, PROVENANCE, layout=layout)
+        loaded = load_checkpoint(folder, SPEC)
+        assert loaded.own_head.ids.tolist() == sorted(ids) and loaded.own_head.weight.shape == (len(ids), 48)
+        if len(ids) == 277:
+            return
+        tensors = load_file(folder / "model.safetensors")
+        tensors["d2t"][len(ids) // 2] += -1 if short else 1
+        save_file(tensors, folder / "model.safetensors")
+        assert "which are not the" in error_of(lambda: load_checkpoint(folder, SPEC))
 
 
 def test_a_map_that_does_not_belong_to_the_head_is_refused(tmp_path):

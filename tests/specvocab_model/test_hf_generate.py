@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from specvocab_model.config import ConfigError, DraftConfig, HeadConfig, TargetConfig
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import Provenance, save_checkpoint
+from specvocab_model.heads import FullHead, SpeculativeHead, StaticHead
 from specvocab_model.serving import hf_generate
 from specvocab_model.serving.hf_generate import SpeculativeDecoding
 from specvocab_model.target import load_spec
@@ -63,14 +64,14 @@ def only_few(batch: int, input_ids: Tensor) -> list[int]:
     return FEW
 
 
-@pytest.mark.parametrize("head", ["full", "speculative"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, head", [*itertools.product(KINDS, ["full", "speculative"]), ("llama", "static")])
 def test_greedy_output_is_that_of_generate(kind: str, head: str, tmp_path: Path):
     target = tiny_target_folder(tmp_path / "target", kind)
-    head_arguments = {"type": "full", "num_candidates": None} if head == "full" else {}
+    head_arguments = {} if head == "speculative" else {"type": head, "num_candidates": None, "draft_vocab_size": 40}
     checkpoint = export(tmp_path / "export", target, kind, **head_arguments)
     model = load(target, kind)
     decode = SpeculativeDecoding.from_pretrained(checkpoint, model)
+    assert type(decode.head) is {"full": FullHead, "speculative": SpeculativeHead, "static": StaticHead}[head]
     for arguments in ({}, {"prefix_allowed_tokens_fn": only_few}):
         expected = model.generate(PROMPT, max_new_tokens=20, do_sample=False, **arguments)
         assert torch.equal(
