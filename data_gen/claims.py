@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -48,10 +49,10 @@ class Claims:
         self._over.set()
         self._heart.join()
         for path in self._held:
-            path.unlink(missing_ok=True)
+            _remove(path)
         if error is None:  # nothing is missing any more: what is left was claimed by workers that died
             for path in self.folder.glob(".shard-*.claim"):
-                path.unlink(missing_ok=True)
+                _remove(path)
 
     def shards(self, missing: Callable[[], list[int]], *, first: int = 0) -> Iterator[int]:
         """Shards for this worker to make, one after another, until none is missing.
@@ -98,15 +99,15 @@ class Claims:
     def _release(self, index: int) -> None:
         path = self._path(index)
         self._held.discard(path)
-        path.unlink(missing_ok=True)
+        _remove(path)
 
     def _is_abandoned(self, path: Path) -> bool:
         try:
-            host, _, process_id = path.read_text().rpartition(" ")
+            host, _, process_id = path.read_bytes().decode(errors="replace").rpartition(" ")
             touched = path.stat().st_mtime_ns
-        except FileNotFoundError:
+        except OSError:  # gone, or out of reach for now (ESTALE, EIO): whoever looks again will know
             return False
-        if host == socket.gethostname() and process_id.isdigit() and not _is_running(int(process_id)):
+        if host == socket.gethostname() and not _is_running(process_id):
             return True
         before, since = self._seen.get(path, (None, 0.0))
         if before != touched:
@@ -118,24 +119,37 @@ class Claims:
         grave = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
             path.rename(grave)  # one of those who try succeeds
-        except FileNotFoundError:
+        except OSError:
             return
-        grave.unlink(missing_ok=True)
+        _remove(grave)
 
     def _beat(self) -> None:
+        said = False
         while not self._over.wait(HEARTBEAT_S):
             for path in tuple(self._held):
                 try:
                     os.utime(path)
                 except FileNotFoundError:
                     continue  # released just now, or taken from us; the shard is made all the same
+                except OSError as error:  # of a file server that is away for a moment: the next beat may reach it
+                    if not said:
+                        print(f"cannot touch {path}: {error.strerror}; trying on. If that lasts {LEASE_S:g} s, another "
+                              "worker makes the shard as well", file=sys.stderr, flush=True)
+                    said = True
 
 
-def _is_running(process_id: int) -> bool:
+def _remove(path: Path) -> None:
+    """Remove a claim. One that stays, because the disk will not have it otherwise, is abandoned and taken over."""
+    with suppress(OSError):
+        path.unlink()
+
+
+def _is_running(process_id: str) -> bool:
+    """Whether there is such a process; what is no number may be one."""
     try:
-        os.kill(process_id, 0)
+        os.kill(int(process_id), 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except (ValueError, OverflowError, PermissionError):
         return True
     return True

@@ -6,6 +6,7 @@ One process does it, in a folder beside the training data; every rank then reads
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from specvocab_model.config import Config, ConfigError
 
 TRAIN_FILE, VALIDATION_FILE = "train.arrow", "validation.arrow"
 COUNTS_FILE = "counts.json"
+DERIVED = re.compile(r"(.*)[~#][0-9]+", re.DOTALL)  # _split numbers samples with ~, answers.rows_of rows with #
 
 
 def prompts_folder(config: Config) -> Path:
@@ -92,6 +94,7 @@ class _Chooser:
         self.held_out = {question(prompt.messages) for prompt in evaluation}
         self.digests: set[bytes] = set()
         self.ids: dict[str, str] = {}  # with the source
+        self.stems: set[str] = set()  # of the ids; see stems_of
         self.source_of: list[int] = []  # of each chosen prompt
         threshold = config.generation.near_duplicate_threshold
         self.near_duplicates = None if threshold is None else NearDuplicates(threshold)
@@ -107,6 +110,7 @@ class _Chooser:
             return None
         self.digests.add(bytes.fromhex(prompt.digest))
         self.ids[prompt.id] = prompt.source
+        self.stems.update(stems_of(prompt.id))
         self.source_of.append(source)
         if self.near_duplicates is not None:
             self.near_duplicates.add(question(prompt.messages))
@@ -121,12 +125,16 @@ class _Chooser:
             return Skipped(id=prompt.id, reason="held out for evaluation", by_choice=True)
         if limit is not None and repetition(asked.split()) > limit:
             return Skipped(id=prompt.id, reason="repetitive question", by_choice=True)
-        if prompt.id not in self.ids:
+        if not self._is_taken(prompt.id):
             return prompt
         named = replace(prompt, id=f"{prompt.source}:{prompt.id}")  # two data sets may both count from 0
-        if self.ids[prompt.id] == prompt.source or named.id in self.ids:
+        if self.ids.get(prompt.id) == prompt.source or self._is_taken(named.id):
             return Skipped(id=prompt.id, reason="id taken", detail=f"by another prompt of {prompt.source!r}")
         return named
+
+    def _is_taken(self, prompt_id: str) -> bool:
+        """Whether a row of another prompt has this id, or may get it, or one of this prompt may get that one's."""
+        return prompt_id in self.ids or prompt_id in self.stems or any(stem in self.ids for stem in stems_of(prompt_id))
 
     def _skip(self, each: Skipped) -> None:
         self.skipped.append(each)
@@ -164,6 +172,15 @@ class _Chooser:
         self.counts.update({f"of {source.path} in the mixture": int(np.isin(pool, mixed).sum())
                             for source, pool in zip(sources, pools, strict=True)})
         return [*mixed, *kept[source_of == len(sources)].tolist()][:limit]
+
+
+def stems_of(prompt_id: str) -> list[str]:
+    """The prompts whose samples (``a~0``) or rows (``a#1``, ``a~0#1``) would have this id."""
+    stems = []
+    while match := DERIVED.fullmatch(prompt_id):
+        prompt_id = match[1]
+        stems.append(prompt_id)
+    return stems
 
 
 def mixture(pools: Sequence[np.ndarray], weights: Sequence[float], limit: int | None, seed: int) -> list[int]:

@@ -15,9 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,12 +33,11 @@ from data_gen.shards import (
     MANIFEST_FILE,
     check_made_with,
     document_lengths,
-    load_rows,
     read_manifest,
     split_documents,
 )
 from specvocab_model.config import Config, ConfigError
-from specvocab_model.target import TORCH_DTYPES, Target, default_feature_layers, load_spec
+from specvocab_model.target import TORCH_DTYPES, default_feature_layers
 from specvocab_model.target_spec import TargetSpec
 
 if TYPE_CHECKING:
@@ -51,6 +48,7 @@ INDEX_FILE = "features.json"
 TOKENS_AT_ONCE = 16384  # of one forward on a GPU, padding included
 MAKE_COMMAND = "python data_gen/main.py +experiment=NAME action=features"
 GIB = 2**30
+Outputs = Callable[[np.ndarray], Tensor]  # of pieces [B, 3] as ``split_documents`` makes them, [B, T, 4d] on the CPU
 _BITS = {2: np.int16, 4: np.int32}  # numpy has no bf16: numbers are copied as they are, whatever they mean
 
 
@@ -119,11 +117,12 @@ class FeatureStore:
         Raises:
             ConfigError: naming what is missing or differs.
         """
-        if not (self.folder / INDEX_FILE).is_file():
+        begun_with = self._begun_with()
+        if begun_with is None:
             raise ConfigError(f"{self.folder} has no features; make them with `{MAKE_COMMAND}`")
-        check_made_with(self.folder, json.loads((self.folder / INDEX_FILE).read_text()), self.settings)
+        check_made_with(self.folder, begun_with, self.settings)
         if missing := self.missing_shards():
-            path = self._path(missing[0])
+            path = self.path(missing[0])
             size = f"has {path.stat().st_size} bytes instead of" if path.is_file() else "is missing, of"
             raise ConfigError(f"{len(missing)} of {self.num_shards} feature files are not whole: {path} {size} "
                               f"{self.shard_bytes(missing[0])}; continue with `{MAKE_COMMAND}`")
@@ -142,10 +141,16 @@ class FeatureStore:
         shard = int(np.searchsorted(self.first_row, row, side="right")) - 1
         token = int(self.first_token[row] + first - self.first_token[self.first_row[shard]])
         bits = _BITS[self.dtype.itemsize]
-        stored = np.memmap(self._path(shard), bits, "r", token * self.bytes_per_token, (length, 4 * self.hidden_size))
+        stored = np.memmap(self.path(shard), bits, "r", token * self.bytes_per_token, (length, 4 * self.hidden_size))
         as_bits = {2: torch.int16, 4: torch.int32}[self.dtype.itemsize]
         features.view(as_bits).numpy()[:] = stored[:, : 3 * self.hidden_size]
         final_hidden.view(as_bits).numpy()[:] = stored[:, 3 * self.hidden_size :]
+
+    def read_file(self, shard: int, num_bytes: int) -> Iterator[Tensor]:
+        """All of a file in its order, about ``num_bytes`` at a time: [tokens, 4d], in the target's dtype."""
+        with self.path(shard).open("rb") as file:
+            while data := file.read(max(1, num_bytes // self.bytes_per_token) * self.bytes_per_token):
+                yield torch.frombuffer(bytearray(data), dtype=self.dtype).view(-1, 4 * self.hidden_size)
 
     # ---- writing ----
 
@@ -156,12 +161,26 @@ class FeatureStore:
             ConfigError: it was begun for others.
         """
         refuse_file(self.folder)
-        index = self.folder / INDEX_FILE
-        if index.is_file():
-            check_made_with(self.folder, json.loads(index.read_text()), self.settings)
+        begun_with = self._begun_with()
+        if begun_with is not None:
+            check_made_with(self.folder, begun_with, self.settings)
         else:
             make_folder(self.folder)
-            write_json(index, self.settings)
+            write_json(self.folder / INDEX_FILE, self.settings)
+
+    def _begun_with(self) -> dict[str, Any] | None:
+        """The settings of what is in the folder; None if nothing is."""
+        index = self.folder / INDEX_FILE
+        if not index.is_file():
+            return None
+        try:
+            settings = json.loads(index.read_text())
+        except ValueError as error:
+            settings = str(error)
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{index} is damaged ({settings}); restore it, or delete {self.folder} and make the "
+                              f"features anew with `{MAKE_COMMAND}`")
+        return settings
 
     def bytes_to_write(self) -> int:
         """Of the missing files, less what they already take under their temporary names."""
@@ -169,8 +188,12 @@ class FeatureStore:
         taken = sum(path.stat().st_size for path in begun if path.is_file())
         return sum(map(self.shard_bytes, self.missing_shards())) - taken
 
-    def fill(self, target: Target, rows: Rows, state: PartialState) -> None:
+    def fill(self, outputs: Outputs, state: PartialState, *, alone: bool) -> None:
         """Make the missing files; the ranks take one after another, so that a slow one holds up none.
+
+        Args:
+            outputs: computes what is written.
+            alone: ask for one document at a time, and not for as many as ``TOKENS_AT_ONCE``.
 
         Raises:
             ConfigError: the disk is full, or does not take them for another reason.
@@ -182,7 +205,7 @@ class FeatureStore:
             for shard in (*every[start:], *every[:start]):
                 with self._claimed(shard) as file:
                     if file is not None:
-                        self._write(file, target, rows, shard)
+                        self._write(file, outputs, shard, alone=alone)
                 progress.update(self.shard_bytes(shard) // self.bytes_per_token)
 
     @contextmanager
@@ -194,9 +217,11 @@ class FeatureStore:
         if self._is_whole(shard):
             yield None
             return
-        temporary, path = self._temporary(shard), self._path(shard)
-        temporary.touch()
-        with temporary.open("r+b", buffering=0) as file:
+        temporary = self._temporary(shard)
+        with self._writing(shard):
+            temporary.touch()
+            opened = temporary.open("r+b", buffering=0)
+        with opened as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -206,38 +231,49 @@ class FeatureStore:
                 temporary.unlink(missing_ok=True)
                 yield None
                 return
-            file.truncate()
-            try:
-                yield file
+            with self._writing(shard):
+                file.truncate()
+            yield file
+            with self._writing(shard):
                 os.fsync(file.fileno())
-            except OSError as error:
-                raise ConfigError(f"cannot write {path}: {error.strerror or error}; {self.bytes_to_write() / GIB:.2f} "
-                                  "GiB are still to be written. See to the disk and start again: what is finished is "
-                                  "kept") from error
-            temporary.replace(path)
+                temporary.replace(self.path(shard))
 
-    def _write(self, file: IO[bytes], target: Target, rows: Rows, shard: int) -> None:
+    @contextmanager
+    def _writing(self, shard: int) -> Iterator[None]:
+        """Whatever the disk says in this context is about writing ``shard``; raises ConfigError."""
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.path(shard)}: {error.strerror or error}; "
+                              f"{self.bytes_to_write() / GIB:.2f} GiB are still to be written. See to the disk and "
+                              "start again: what is finished is kept") from error
+
+    def _write(self, file: IO[bytes], outputs: Outputs, shard: int, *, alone: bool) -> None:
         """Compute and write the rows of ``shard``, the one while the other."""
+        def write(hidden: Tensor, lengths: np.ndarray, offsets: np.ndarray) -> None:
+            with self._writing(shard):
+                _write_documents(file, hidden, lengths, offsets)
+
         first, end = self.first_row[shard : shard + 2]
         pieces = split_documents(np.diff(self.first_token[first : end + 1]), self.seq_len)
         pieces[:, 0] += first
         begin = self.first_token[pieces[:, 0]] + pieces[:, 1] - self.first_token[first]
         with ThreadPoolExecutor(1) as disk:
             writing: Future[None] | None = None
-            for index in _batches(pieces[:, 2], alone=target.device.type == "cpu"):
-                hidden = _outputs(target, rows, pieces[index])
+            for index in _batches(pieces[:, 2], alone=alone):
+                hidden = outputs(pieces[index])
                 if writing is not None:
                     writing.result()
                 offsets = begin[index] * self.bytes_per_token
-                writing = disk.submit(_write_documents, file, hidden, pieces[index, 2], offsets)
+                writing = disk.submit(write, hidden, pieces[index, 2], offsets)
             if writing is not None:
                 writing.result()
 
     def _is_whole(self, shard: int) -> bool:
-        path = self._path(shard)
+        path = self.path(shard)
         return path.is_file() and path.stat().st_size == self.shard_bytes(shard)
 
-    def _path(self, shard: int) -> Path:
+    def path(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:05d}.bin"
 
     def _temporary(self, shard: int) -> Path:
@@ -253,73 +289,9 @@ def _batches(lengths: np.ndarray, *, alone: bool) -> Iterator[np.ndarray]:
         order = order[count:]
 
 
-def _outputs(target: Target, rows: Rows, pieces: np.ndarray) -> Tensor:
-    """Features and final hidden state [B, T, 4d] of documents, on the CPU.
-
-    They are padded on the right, where no token before sees it: attention needs no mask.
-    """
-    input_ids = np.zeros((len(pieces), pieces[0, 2]), dtype=np.int64)
-    column = rows.data.column("input_ids")
-    for own, (row, first, length) in zip(input_ids, pieces.tolist(), strict=True):
-        own[:length] = column[row].values.to_numpy()[first : first + length]
-    output = target.forward(torch.from_numpy(input_ids).to(target.device))
-    return torch.cat([output.features, output.final_hidden], dim=-1).cpu()
-
-
 def _write_documents(file: IO[bytes], hidden: Tensor, lengths: np.ndarray, offsets: np.ndarray) -> None:
     for document, length, offset in zip(hidden, lengths.tolist(), offsets.tolist(), strict=True):
         file.seek(offset)
         left = memoryview(document[:length].view(torch.uint8).numpy()).cast("B")
         while left:  # a single call writes 2 GiB at most
             left = left[file.write(left) :]
-
-
-def make_features(config: Config, state: PartialState) -> None:
-    """Make the features of the training and the validation data, in ``data.features_path``.
-
-    Raises:
-        ConfigError: no ``data.features_path``, no data, features of other data or another target, or no room for them.
-    """
-    if config.data.features_path is None:
-        raise ConfigError("data.features_path says where the features go; set it to a folder")
-    spec = load_spec(config.target)
-    rows = {training: load_rows(config.data.train_path if training else config.data.validation_path)
-            for training in (True, False)}
-    stores = {training: FeatureStore.of(config, spec, rows[training], training=training) for training in rows}
-    for store in stores.values():
-        store.begin()
-    num_bytes = require_space(list(stores.values()), state)
-    missing = any(store.missing_shards() for store in stores.values())
-    state.wait_for_everyone()  # before the disk fills, and what is missing changes
-    if missing:
-        target = Target.load(config.target, device=state.device, feature_layers=config.draft.feature_layers)
-        start = time.monotonic()
-        for training, store in stores.items():
-            store.fill(target, rows[training], state)
-    state.wait_for_everyone()
-    if missing and state.is_main_process:
-        seconds = time.monotonic() - start
-        print(f"features: {num_bytes / GIB:.2f} GiB written in {seconds:.0f} s, {num_bytes / seconds / 1e9:.2f} "
-              f"GB/s, in {config.data.features_path}", flush=True)
-    for store in stores.values():
-        store.check()
-
-
-def require_space(stores: list[FeatureStore], state: PartialState) -> int:
-    """Print what the features will take and return the bytes still to be written.
-
-    Raises:
-        ConfigError: more than the disk has.
-    """
-    num_bytes = sum(store.bytes_to_write() for store in stores)
-    total = sum(store.num_tokens * store.bytes_per_token for store in stores)
-    free = shutil.disk_usage(stores[0].folder).free
-    store = stores[0]
-    size = (f"{total / GIB:.2f} GiB for {sum(store.num_tokens for store in stores)} tokens of "
-            f"4 * {store.hidden_size} * {store.dtype.itemsize} bytes")
-    if state.is_main_process:
-        print(f"features: {size}; {num_bytes / GIB:.2f} GiB to write, {free / GIB:.2f} GiB free", flush=True)
-    if num_bytes > free:
-        raise ConfigError(f"the features need {size}; {num_bytes / GIB:.2f} GiB are still to be written, but the disk "
-                          f"of {store.folder} has {free / GIB:.2f} GiB free; set data.features_path to another disk")
-    return num_bytes

@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from specvocab_model.config import ConfigError
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Whatever the disk says in this context is about writing ``path``.
+
+    Raises:
+        ConfigError: it is full, or does not take the file for another reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}; see to the disk and start again: what is "
+                          "finished is kept") from error
+
+
+class _Output(io.BufferedWriter):
+    """A file whose errors say that it cannot be written; those of whoever makes its content stay what they are."""
+
+    def __init__(self, temporary: Path, path: Path) -> None:
+        super().__init__(io.FileIO(temporary, "xb"))
+        self.path = path
+
+    def write(self, data: Any) -> int:
+        with writing(self.path):
+            return super().write(data)
+
+    def flush(self) -> None:
+        with writing(self.path):
+            super().flush()
 
 
 @contextmanager
@@ -23,21 +54,23 @@ def appearing_whole(path: Path) -> Iterator[IO[bytes]]:
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with temporary.open("xb") as file:
+        with writing(path):
+            file = _Output(temporary, path)
+        with file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)  # the new name itself
-        finally:
-            os.close(directory)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}; see to the disk and start again: what is "
-                          "finished is kept") from error
+            with writing(path):
+                os.fsync(file.fileno())
+        with writing(path):
+            temporary.replace(path)
+            directory = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)  # the new name itself
+            finally:
+                os.close(directory)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # whatever was wrong has been said
+            temporary.unlink()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -23,8 +23,8 @@ from accelerate import PartialState
 from data_gen.answers import AnswerKeeper, AnswerWriter
 from data_gen.collect import TRAIN_FILE, VALIDATION_FILE, collect, prompts_folder, read_counts
 from data_gen.engines import SamplingParams
-from data_gen.features import make_features
 from data_gen.magpie import invent_prompts
+from data_gen.make_features import make_features
 from data_gen.prompt_store import PromptStore
 from data_gen.prompts import load_prompts
 from data_gen.show import inspect_rows

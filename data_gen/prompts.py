@@ -13,12 +13,14 @@ with ``id``, ``source`` and ``category`` as optional extras of each. Imports nei
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from specvocab_model.config import ConfigError
 
@@ -29,6 +31,7 @@ ROLES = {  # what the roles are called in other people's files
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool",
 }
 OPTIONAL_KEYS = ("name", "reasoning_content", "tool_call_id", "tool_calls")  # of a message
+LONGEST_LINE = 64 * 2**20  # bytes; a line of more is no record but a damaged file, and should not fill the memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,23 +89,40 @@ def load_prompts(path: Path | str, limit: int | None = None) -> list[Prompt]:
 def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """The lines of a file that are not empty, each with where it stands; a byte order mark is left out.
 
+    Of a line longer than ``LONGEST_LINE`` comes so much that ``decode_line`` refuses it.
+
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file, or it cannot be read to its end.
     """
     if not path.is_file():
         raise ConfigError(f"there is no prompt file {str(path)!r} (relative to {Path.cwd()})")
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if line.strip():
-                yield f"{path}, line {number}", line
+    number = 0
+    try:
+        with opened(path) as file:
+            while line := file.readline(LONGEST_LINE + 1):
+                number += 1
+                rest = line
+                while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
+                    rest = file.readline(LONGEST_LINE + 1)
+                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if line.strip():
+                    yield f"{path}, line {number}", line
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read after {number} lines: {error or type(error).__name__}") from error
+
+
+def opened(path: Path) -> IO[bytes]:
+    """A file for reading, unpacked where its name ends in .gz."""
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
 def decode_line(line: bytes) -> Any:
     """
     Raises:
-        ValueError: the line is not UTF-8, or not JSON.
+        ValueError: the line is too long, not UTF-8, or not JSON.
     """
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"longer than {LONGEST_LINE} bytes")
     try:
         return json.loads(line.decode().strip())
     except RecursionError as error:
@@ -120,6 +140,13 @@ def parse_prompt(record: Any, source: str, *, keep: bool = False) -> Prompt:
     Raises:
         ValueError: the record is none of the known forms.
     """
+    try:
+        return _parsed(record, source, keep=keep)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _parsed(record: Any, source: str, *, keep: bool) -> Prompt:
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, got {type(record).__name__}")
     if None in record:  # csv.DictReader puts there what lies beyond the last column
@@ -145,18 +172,10 @@ def parse_prompt(record: Any, source: str, *, keep: bool = False) -> Prompt:
 
 def _conversation(record: dict[str, Any]) -> list[Message]:
     """All messages of a record, in the roles and keys that chat templates know."""
-    forms = {
-        "messages": _messages,
-        "conversations": _messages,
-        "turns": _turns,
-        "instruction": lambda words: _asked(words, record.get("input"), record.get("output")),
-        "prompt": lambda words: _asked(words, None, record.get("response") or record.get("completion"))
-        if isinstance(words, str) else _messages(words),
-    }
-    for key, read in forms.items():  # columns of a table that the row does not use are null
+    for key, read in FORMS.items():  # columns of a table that the row does not use are null
         if record.get(key) is not None:
-            return read(record[key])
-    raise ValueError(f"expected one of the keys {', '.join(forms)}, got {sorted(record)}")
+            return read(record[key], record)
+    raise ValueError(f"expected one of the keys {', '.join(FORMS)}, got {sorted(map(str, record))}")
 
 
 def _turns(turns: Any) -> list[Message]:
@@ -236,6 +255,17 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("tools must be a list of objects")
     return tools
+
+
+FORMS: dict[str, Callable[[Any, dict[str, Any]], list[Message]]] = {  # of (the key's value, the record)
+    "messages": lambda messages, _: _messages(messages),
+    "conversations": lambda messages, _: _messages(messages),
+    "turns": lambda turns, _: _turns(turns),
+    "instruction": lambda words, record: _asked(words, record.get("input"), record.get("output")),
+    "prompt": lambda words, record: _asked(words, None, record.get("response") or record.get("completion"))
+    if isinstance(words, str) else _messages(words),
+}
+COLUMNS = (*FORMS, "input", "output", "response", "completion", "tools", "id", "question_id", "source", "category")
 
 
 def _with_gaps(messages: list[Message]) -> list[list[Message]]:

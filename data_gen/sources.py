@@ -6,19 +6,23 @@ No source is loaded whole, but for ``.json`` files: they hold one list, and are 
 from __future__ import annotations
 
 import csv
+import io
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_gen.prompts import Prompt, decode_line, parse_prompt, read_lines
+from data_gen.prompts import COLUMNS, FORMS, Prompt, decode_line, opened, parse_prompt, read_lines
 from data_gen.rows import Skipped
 from specvocab_model.config import ConfigError, GenerationConfig, SourceConfig
 
 READ_ROWS = 256  # of a parquet file at a time
+READ_ERRORS = (OSError, EOFError, zlib.error)  # the disk's, and those of a damaged .gz file
 LONGEST_CELL = 2**31 - 1
 
 
@@ -58,9 +62,11 @@ def read_source(source: SourceConfig, *, keep: bool) -> Iterator[Prompt | Skippe
             yield Skipped(id=where, reason="unreadable", detail=str(error))
             continue
         try:
-            yield parse_prompt(decoded, name, keep=keep)
+            prompt = parse_prompt(decoded, name, keep=keep)
         except ValueError as error:
             yield Skipped(id=where, reason="malformed", detail=str(error))
+            continue
+        yield prompt
     if not count:
         raise ConfigError(f"{source.path} holds no prompts")
 
@@ -77,12 +83,17 @@ def records(source: SourceConfig) -> Iterator[tuple[str, bytes | dict[str, Any]]
     if not path.is_file():
         raise ConfigError(f"there is no prompt file {source.path!r} (relative to {Path.cwd()})")
     readers = {".parquet": _parquet, ".csv": _csv, ".json": _json}
-    return readers.get(path.suffix, read_lines)(path)
+    return readers.get(_kind(path), read_lines)(path)
+
+
+def _kind(path: Path) -> str:
+    """The ending that says what is in a file, compressed or not."""
+    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
 
 
 def _is_file_name(path: str) -> bool:
     """Whether it names a file: one that is there, or by its ending."""
-    return Path(path).is_file() or (Path(path).suffix in (".jsonl", ".json", ".csv", ".parquet")
+    return Path(path).is_file() or (_kind(Path(path)) in (".jsonl", ".json", ".csv", ".parquet")
                                     and not Path(path).is_dir())
 
 
@@ -94,25 +105,28 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 for record in batch.to_pylist():
                     yield f"{path}, row {number}", record
                     number += 1
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read after {number} rows: {_first_line(error)}") from error
 
 
 def _csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(LONGEST_CELL)
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with opened(path) as content, io.TextIOWrapper(content, newline="", encoding="utf-8-sig") as file:
             for number, record in enumerate(csv.DictReader(file)):
                 yield f"{path}, row {number}", {key: value for key, value in record.items() if value not in (None, "")}
-    except (csv.Error, UnicodeDecodeError) as error:
+    except (csv.Error, UnicodeDecodeError, *READ_ERRORS) as error:
         raise ConfigError(f"{path} cannot be read as UTF-8 CSV with a line of column names: {error}") from error
 
 
 def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        content = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except ValueError as error:
+        with opened(path) as file:
+            content = json.loads(file.read().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON ({error}); a file with an object a line is called .jsonl") from error
+    except READ_ERRORS as error:
+        raise ConfigError(f"{path} cannot be read: {_first_line(error)}") from error
     if not isinstance(content, list):
         raise ConfigError(f"{path} holds {type(content).__name__}, not a list of records")
     for number, record in enumerate(content):
@@ -124,6 +138,9 @@ def _data_set(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     import datasets  # half a second, for those who need it
 
     folder = Path(source.path)
+    errors = (*READ_ERRORS, ValueError, TypeError, pa.ArrowException, httpx.HTTPError,
+              datasets.exceptions.DatasetsError)
+    number = 0
     try:
         if (folder / "state.json").is_file():
             data = datasets.load_from_disk(source.path)
@@ -131,12 +148,19 @@ def _data_set(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
             data = datasets.load_from_disk(str(folder / source.split))
         else:
             data = datasets.load_dataset(source.path, source.subset, split=source.split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # not found, unknown subset or split
+        known = [name for name in data.column_names if name in COLUMNS]
+        if not set(known) & set(FORMS):
+            raise ConfigError(f"{source.path} has the columns {', '.join(data.column_names)}; expected one of "
+                              f"{', '.join(FORMS)}")
+        for record in data.select_columns(known):  # pictures and the like are not decoded
+            yield f"{source.path}, row {number}", record
+            number += 1
+    except ConfigError:
+        raise
+    except errors as error:  # not found, unknown subset or split; a damaged file
         raise ConfigError(f"generation.sources: path={source.path!r}, subset={source.subset}, split={source.split} "
-                          f"cannot be loaded: {_first_line(error)}") from error
-    for number, record in enumerate(data):
-        yield f"{source.path}, row {number}", record
+                          f"cannot be read after {number} rows: {_first_line(error.__cause__ or error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

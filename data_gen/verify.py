@@ -10,15 +10,18 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from data_gen.collect import stems_of
 from data_gen.files import sha256_of
 from data_gen.rows import Row, validate_row
 from data_gen.shards import Manifest, Shard, read_manifest, read_shard
+from data_gen.verify_features import feature_problems
 from specvocab_model.config import Config, ConfigError
 from specvocab_model.target import TargetSpec
 
 
 def verify(config: Config, spec: TargetSpec, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check training and validation data; prints a line for each folder and each problem.
+    """Check training and validation data, and their features where ``data.features_path`` names them; prints a line
+    for each folder and each problem.
 
     Raises:
         ConfigError: something is wrong.
@@ -27,13 +30,15 @@ def verify(config: Config, spec: TargetSpec, tokenizer: PreTrainedTokenizerBase)
     ids: list[set[str]] = []
     for path in (config.data.train_path, config.data.validation_path):
         manifest = read_manifest(path)
-        check = _Check(Path(path), manifest, spec, len(tokenizer))
+        check = _Check(Path(path), manifest, spec, len(tokenizer), config.generation.samples_per_prompt)
         found = list(check.problems())
         problems += found
         ids.append(set(check.ids))
         print(f"{path}: {manifest.num_rows} rows in {len(manifest.shards)} shards, "
               f"{len(found)} problems with hashes, ids, masks, counts and duplicates")
     problems += [f"row {row_id!r} is in both" for row_id in sorted(ids[0] & ids[1])]
+    if config.data.features_path is not None and not problems:  # features of data that are wrong can be no better
+        problems += feature_problems(config, spec)
     for problem in problems:
         print(f"  {problem}")
     if problems:
@@ -43,11 +48,14 @@ def verify(config: Config, spec: TargetSpec, tokenizer: PreTrainedTokenizerBase)
 class _Check:
     """One folder."""
 
-    def __init__(self, folder: Path, manifest: Manifest, spec: TargetSpec, num_tokens: int) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, spec: TargetSpec, num_tokens: int, samples_per_prompt: int
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
         self.spec = spec
         self.num_tokens = num_tokens
+        self.samples_per_prompt = samples_per_prompt
         self.ids: Counter[str] = Counter()
         self.sequences: dict[bytes, str] = {}  # with the id of the first row that has it
         self.reasons: Counter[str] = Counter()
@@ -88,7 +96,7 @@ class _Check:
             if unknown := [token for token in row.input_ids if token >= self.num_tokens]:
                 yield f"{self.folder}: row {row.id!r}: id {unknown[0]} is no token of the tokenizer"
             content = hashlib.sha256(np.array([*row.input_ids, *row.loss_mask], dtype=np.int32).tobytes()).digest()
-            if content in self.sequences and not _samples_of_one_prompt(self.sequences[content], row.id):
+            if content in self.sequences and not self._are_samples(self.sequences[content], row.id):
                 yield f"{self.folder}: row {row.id!r} repeats row {self.sequences[content]!r}"
             self.sequences.setdefault(content, row.id)
             self.ids[row.id] += 1
@@ -104,8 +112,6 @@ class _Check:
         if {reason: count for reason, count in self.manifest.finish_reasons.items() if count} != self.reasons:
             yield f"{self.folder}: finish reasons are {dict(self.reasons)}, not {self.manifest.finish_reasons}"
 
-
-def _samples_of_one_prompt(first: str, second: str) -> bool:
-    """Whether the ids are those of two samples (``collect.py`` calls them ``id~0``, ``id~1``), which may agree."""
-    prompt = first.rpartition("~")[0]
-    return first != second and prompt != "" and prompt == second.rpartition("~")[0]
+    def _are_samples(self, first: str, second: str) -> bool:
+        """Whether the ids are those of two samples of one prompt (``id~0`` and ``id~1#2``, say), which may agree."""
+        return self.samples_per_prompt > 1 and first != second and stems_of(first)[-1:] == stems_of(second)[-1:] != []

@@ -1,11 +1,13 @@
-"""How fast an engine writes responses: tokens/s, how long the whole data set will take, and how long the GPU idles.
+"""How fast an engine writes responses: tokens/s, hours for a data set, and how long the GPU idles.
 
     python scripts/bench_generate.py +experiment=smollm2_135m generation.num_prompts=2048 generation.max_new_tokens=256
 
 Prompts are those of ``generation.prompt_files`` (or of the quickstart), repeated until there are
 ``generation.num_prompts`` (512). No token stops a response, so every prompt gets ``generation.max_new_tokens`` and two
-runs compare. A first pass over all prompts is not counted: it compiles and captures. Writes
-``output_dir/bench_generate.json``.
+runs compare. A first pass over all prompts is not counted: it compiles and captures. The hours are those of the answers
+that data_gen/main.py would be asked for: to all prompts of the files and ``generation.magpie_prompts``, each
+``generation.samples_per_prompt`` times; at most, because an answer that ends before ``generation.max_new_tokens`` takes
+less. Writes ``output_dir/bench_generate.json``.
 """
 
 from __future__ import annotations
@@ -64,6 +66,13 @@ def prompts_of(config: Config) -> list[list[int]]:
     return list(islice(cycle(fitting), config.generation.num_prompts or NUM_PROMPTS))
 
 
+def num_answers(config: Config) -> int:
+    """How many answers the configuration's prompt files and Magpie ask for, before any prompt is left out."""
+    generation = config.generation
+    num_prompts = sum(len(load_prompts(file)) for file in generation.prompt_files) + generation.magpie_prompts
+    return num_prompts * generation.samples_per_prompt
+
+
 def measure(config: Config, engine: Engine, prompts: list[list[int]]) -> dict[str, Any]:
     """Tokens/s and what follows from them, as a flat dict of JSON values.
 
@@ -82,7 +91,7 @@ def measure(config: Config, engine: Engine, prompts: list[list[int]]) -> dict[st
     if rejected := [completion for completion in completions if isinstance(completion, Rejected)]:
         raise ConfigError(f"{len(rejected)} of {len(prompts)} prompts have no answer: {rejected[0].detail}")
     tokens = len(prompts) * params.max_new_tokens
-    wanted = generation.magpie_prompts or len(prompts)
+    wanted = num_answers(config) or len(prompts)
     return {
         "num_prompts": len(prompts),
         "mean_prompt_tokens": round(sum(map(len, prompts)) / len(prompts), 1),
@@ -92,8 +101,8 @@ def measure(config: Config, engine: Engine, prompts: list[list[int]]) -> dict[st
         "generated_tokens": tokens,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1),
-        "eta_prompts": wanted,
-        "eta_hours": round(wanted * params.max_new_tokens / (tokens / seconds) / 3600, 4),
+        "data_set_answers": wanted,
+        "data_set_hours_at_most": round(wanted * params.max_new_tokens / (tokens / seconds) / 3600, 4),
         "gpu_idle_share": round(1 - sum(samples) / len(samples), 3) if samples else None,
     }
 

@@ -11,7 +11,7 @@ from data_gen.engines.continuous_engine import ContinuousEngine
 from data_gen.engines.openai_engine import OpenAIEngine, Reach
 from data_gen.engines.transformers_engine import TransformersEngine
 from data_gen.engines.vllm_engine import VllmEngine
-from specvocab_model.config import Config
+from specvocab_model.config import Config, ConfigError
 from specvocab_model.target import Target
 from specvocab_model.target_spec import load_spec_and_tokenizer
 
@@ -50,7 +50,10 @@ def _tokens_that_fit(target: Target) -> int:
 def _openai(config: Config, device: torch.device) -> Engine:
     generation = config.generation
     spec, tokenizer = load_spec_and_tokenizer(config.target)
-    key = os.environ[generation.server_api_key_env] if generation.server_api_key_env else None
+    key = os.environ[generation.server_api_key_env] if generation.server_api_key_env else ""
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"the key in ${generation.server_api_key_env} holds a line break or what no header may hold; "
+                          "export it again")
     return OpenAIEngine(
         generation.base_urls,
         model=generation.served_model or config.target.model,

@@ -32,7 +32,7 @@ class ContinuousEngine:
         self.target = target
         self.batch_tokens = batch_tokens
         self._slots: Slots | None = None
-        self._num_slots = self._num_tokens = 0  # that were asked for last
+        self._tried = self._num_tokens = 0  # slots that there were at the last call, tokens that each should hold
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams, *, seed: int
@@ -40,7 +40,7 @@ class ContinuousEngine:
         """See ``Engine.generate``. What is drawn for a prompt depends on the seed and its place in ``prompts`` alone.
 
         Raises:
-            ConfigError: there is no memory for a single prompt.
+            ConfigError: there is not even memory for one prompt at a time.
         """
         generator = torch.Generator().manual_seed(seed)
         num_draws = params.max_new_tokens if params.temperature > 0 else 0
@@ -82,23 +82,26 @@ class ContinuousEngine:
         """The slots of the call before, with their graphs, if they fit this one."""
         capacity = -(-num_tokens // CAPACITY_STEP) * CAPACITY_STEP
         wanted = min(num_prompts, MOST_SLOTS, max(1, self.batch_tokens // num_tokens))
-        self._num_slots, self._num_tokens = wanted, num_tokens
+        self._num_tokens = num_tokens
         kept = self._slots
         if kept is None or kept.params != params or kept.capacity < num_tokens or kept.num_slots < wanted:
             self._slots = kept = None  # before the new ones take memory
+            self._tried = wanted
             self._slots = kept = Slots(self.target, params, num_slots=wanted, capacity=capacity)
         return kept
 
     def _shrink(self) -> None:
-        """Raises ConfigError if there was one slot only."""
-        num_slots, self._slots = self._num_slots, None
+        """Make room for half as many prompts as there was room for; raises ConfigError if that was one."""
+        self._slots = None
         torch.cuda.empty_cache()
-        if num_slots == 1:
-            raise ConfigError("out of memory with a single prompt; lower generation.max_prompt_tokens or "
-                              "max_new_tokens, or take a larger GPU")
-        self.batch_tokens = num_slots // 2 * self._num_tokens
-        print(f"out of memory with {num_slots} prompts at a time: going on with generation.batch_tokens="
-              f"{self.batch_tokens}", file=sys.stderr, flush=True)
+        if self._tried == 1:
+            raise ConfigError(f"out of memory with one prompt at a time, of {self._num_tokens} tokens with its answer; "
+                              "lower generation.max_prompt_tokens or max_new_tokens, end what else is on the GPU, or "
+                              "take a larger one")
+        fewer = self._tried // 2
+        self.batch_tokens = fewer * self._num_tokens
+        print(f"out of memory with room for {self._tried} prompts at a time; going on with {fewer}, nothing is lost. "
+              f"generation.batch_tokens={self.batch_tokens} starts like that", file=sys.stderr, flush=True)
 
 
 def _finished(slots: Slots, running: Sequence[int]) -> Iterator[tuple[int, list[int]]]:

@@ -29,7 +29,7 @@ class Reach:
 
     concurrency: int  # requests under way at one time, for each server
     timeout_s: float  # of one request
-    attempts: int  # for each prompt; a server that is away or overloaded uses up none
+    attempts: int  # for each prompt; a server that is away, or has too much to do, uses up none
     patience_s: float  # how long no server may be of use
     headers: dict[str, str]
 
@@ -96,16 +96,25 @@ class OpenAIEngine:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, client: httpx.AsyncClient, query: Query) -> Completion | Rejected:
-        """Try one prompt on whichever servers there are, until it succeeds or has failed ``attempts`` times."""
+        """Try one prompt on whichever servers there are, until it succeeds or has failed ``attempts`` times.
+
+        A server that calls itself too busy when it has nothing of ours to do is asked for something short first. If it
+        answers that and still turns away this prompt, the prompt has failed: some crash the worker behind a proxy, or
+        exceed a limit that the proxy has, and would be tried for ever.
+        """
         failures: list[str] = []
         while len(failures) < self.reach.attempts:
             async with self.pool.server() as server:
+                answered_probe = False
                 try:
-                    if not server.probed:
+                    if server.seems_idle or not server.probed:
                         await self._probe(client, server)
+                        answered_probe = True
                     completion = await server.complete(client, query, timeout_s=self.reach.timeout_s)
                 except ServerUnavailableError as error:
                     server.failed(error, retry_after_s=error.retry_after_s)
+                    if answered_probe and server.seems_idle:
+                        failures.append(str(error))
                 except BadCompletionError as error:
                     server.failed(error)
                     failures.append(str(error))
@@ -140,11 +149,10 @@ class OpenAIEngine:
         ids = self.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
         completion, text = await server.probe(client, ids, self.spec.eos_token_ids)
         ours = str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-        if text is not None and _letters(text) != _letters(ours):
+        if isinstance(text, str) and _letters(text) != _letters(ours):
             raise ConfigError(f"{server.url} writes ids {completion.token_ids} as {text!r}, the target's tokenizer as "
                               f"{ours!r}: it serves another model under the name {server.model!r}")
-        server.probed = True
-        server.succeeded()
+        server.passed_probe()
 
     def _client(self) -> httpx.AsyncClient:
         # The pool limits the connections, _request the time of a whole request.

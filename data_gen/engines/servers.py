@@ -22,7 +22,7 @@ import httpx
 from data_gen.engines.base import BadCompletionError, Completion, SamplingParams, check_completion
 from specvocab_model.config import ConfigError
 
-OVERLOADED = (429, 502, 503)  # says the server, or the proxy in front of it, of itself and not of this prompt
+OVERLOADED = (429, 502, 503)  # says the server, or the proxy in front of it, of itself and seldom of this prompt
 REFUSED = (400, 413, 422)  # says the server of this prompt, and will say it again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 LONGEST_RETRY_AFTER_S = 300.0
@@ -34,11 +34,15 @@ NEEDS_TOKEN_IDS = ("training data is made of the ids that the engine saw and wro
 
 
 class ServerUnavailableError(Exception):
-    """The server cannot answer now; nothing is wrong with the request."""
+    """The server cannot answer now; as a rule nothing is wrong with the request."""
 
     def __init__(self, reason: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
+
+
+class TurnedAwayError(ServerUnavailableError):
+    """There is a server, and it says that it is too busy (``OVERLOADED``)."""
 
 
 class PromptRefusedError(Exception):
@@ -84,13 +88,14 @@ class Server:
         self.failing_since = 0.0  # monotonic seconds; of the first of them
         self.paused_until = 0.0  # monotonic seconds
         self.last_failure = ""
+        self.says_busy = False  # in its last failure
         self.probed = False  # false again after a broken connection: another server may stand behind the URL
 
     async def complete(self, client: httpx.AsyncClient, query: Query, *, timeout_s: float) -> Completion:
         """Ask for one completion and check it.
 
         Raises:
-            ServerUnavailableError: no server behind the URL, or one that is too busy.
+            ServerUnavailableError: no server behind the URL; ``TurnedAwayError``: one that is too busy.
             PromptRefusedError: HTTP 400 and the like.
             BadCompletionError: an answer that cannot be right, HTTP 500, or none within ``timeout_s``.
             ConfigError: the server does not give token ids, or is no such server.
@@ -100,8 +105,9 @@ class Server:
 
     async def probe(
         self, client: httpx.AsyncClient, prompt: list[int], stop_token_ids: tuple[int, ...]
-    ) -> tuple[Completion, str | None]:
-        """Check with two requests that this server can do the work; returns a short completion and its text.
+    ) -> tuple[Completion, Any]:
+        """Check with two requests that this server can do the work; returns a short completion and what should be its
+        text.
 
         Raises:
             ServerUnavailableError: it does not answer, or not now.
@@ -120,9 +126,21 @@ class Server:
     def succeeded(self) -> None:
         self.failures = 0
 
+    @property
+    def seems_idle(self) -> bool:
+        """Whether the server calls itself too busy, and all that we ask it for is one request."""
+        return self.failures > 0 and self.says_busy and self.in_flight == 1
+
+    def passed_probe(self) -> None:
+        """It can do the work; but where it failed before, it still gets one request at a time until one succeeds."""
+        self.probed = True
+        self.failures = min(self.failures, 1)
+        self.failing_since = time.monotonic()
+
     def failed(self, error: Exception, *, retry_after_s: float | None = None) -> None:
         """Leave the server alone for a while; the requests that were under way together count as one failure."""
         self.last_failure = str(error)
+        self.says_busy = isinstance(error, TurnedAwayError)
         now = time.monotonic()
         if now < self.paused_until:
             return
@@ -136,8 +154,8 @@ class Server:
     async def _check_model(self, client: httpx.AsyncClient) -> None:
         try:
             served = (await self._request(client, "GET", "/models", PROBE_TIMEOUT_S))["data"]
-            contexts = {entry["id"]: entry.get("max_model_len") for entry in served}
-        except (BadCompletionError, KeyError, TypeError) as error:
+            contexts = {str(entry["id"]): entry.get("max_model_len") for entry in served}
+        except (BadCompletionError, KeyError, TypeError, AttributeError) as error:
             raise ServerUnavailableError(f"/v1/models: {error}") from error
         except PromptRefusedError as error:
             raise ConfigError(f"{self.url}/models: {error}; is there an OpenAI-compatible server?") from error
@@ -145,7 +163,7 @@ class Server:
             raise ConfigError(f"{self.url} serves {', '.join(contexts) or 'no model'} and not {self.model!r}; start it "
                               f"with the target, or name the model in generation.served_model")
         context = contexts[self.model]
-        if context is not None and context < self.min_context:
+        if isinstance(context, int) and context < self.min_context:
             raise ConfigError(f"{self.url} takes {context} tokens, fewer than generation.max_prompt_tokens + "
                               f"max_new_tokens = {self.min_context}; lower these or start it with a longer context")
 
@@ -162,6 +180,8 @@ class Server:
         except TimeoutError as error:
             self.probed = False
             raise BadCompletionError(f"no answer within {timeout_s:g} s") from error
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"generation.base_urls: {self.url} is no URL ({error})") from error
         except httpx.HTTPError as error:
             self.probed = False
             raise BadCompletionError(f"broken connection: {error or type(error).__name__}") from error
@@ -171,13 +191,13 @@ class Server:
         said = f"HTTP {response.status_code}" if response.is_success else (
             f"HTTP {response.status_code}: {' '.join(response.text.split())[:300]}")
         if response.status_code in OVERLOADED:
-            raise ServerUnavailableError(said, retry_after_s=_seconds(response.headers.get("Retry-After")))
+            raise TurnedAwayError(said, retry_after_s=_seconds(response.headers.get("Retry-After")))
         if response.status_code in REFUSED:
             raise PromptRefusedError(said)
         if response.status_code >= 500 or response.is_success:
             try:
                 return response.raise_for_status().json()
-            except (httpx.HTTPStatusError, ValueError) as error:
+            except (httpx.HTTPStatusError, ValueError, RecursionError) as error:
                 raise BadCompletionError(said if response.is_error else "the answer is no JSON") from error
         raise ConfigError(f"{response.request.url}: {said}; check generation.base_urls, served_model and "
                           "server_api_key_env")
@@ -192,7 +212,7 @@ class Server:
             raise BadCompletionError(f"the answer lacks a field: {error}") from error
         if token_ids is None:
             raise ConfigError(f"{self.url} answers without token_ids: {NEEDS_TOKEN_IDS}")
-        if not isinstance(token_ids, list) or not all(isinstance(token, int) for token in token_ids):
+        if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):  # not True
             raise BadCompletionError("token_ids is no list of ids")
         if len(token_ids) != num_tokens:
             raise BadCompletionError(f"{len(token_ids)} ids, but usage.completion_tokens is {num_tokens}")
@@ -261,9 +281,9 @@ def _seconds(retry_after: str | None) -> float | None:
     """A Retry-After header, which holds seconds or a date (RFC 9110, 10.2.3); None if there is none to be read."""
     if retry_after is None:
         return None
-    if retry_after.strip().isdigit():
+    if retry_after.isascii() and retry_after.strip().isdigit():  # "²" is a digit as well, and no number
         return float(retry_after)
     try:
         return max((parsedate_to_datetime(retry_after) - datetime.now(UTC)).total_seconds(), 0.0)
-    except (ValueError, TypeError):  # no date, or one without a time zone
+    except (ValueError, TypeError, OverflowError):  # no date, one without a time zone, or in no year of this calendar
         return None

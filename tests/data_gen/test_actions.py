@@ -34,9 +34,9 @@ def root(tmp_path_factory):
     return folder
 
 
-def make(root, name: str, rows: list[Row], *, action: str, check: bool = True) -> Config:
+def make(root, name: str, rows: list[Row], *changes: str, action: str) -> Config:
     """Training data of ``rows``, two a shard, and validation data of one other row."""
-    config = config_of([*overrides(root, name), f"action={action}"])
+    config = config_of([*overrides(root, name, *changes), f"action={action}"])
     spec = load_spec(config.target)
     other = replace(ROWS[2], id="other", input_ids=[4, 6, 6, 6])
     for path, its in ((config.data.train_path, rows), (config.data.validation_path, [other])):
@@ -55,11 +55,24 @@ def test_verify_finds_nothing_in_good_data(root, capsys):
     assert capsys.readouterr().out.count("0 problems") == 2
 
 
+def test_verify_looks_at_features_where_they_are_configured(root, capsys):
+    config = make(root, "with-features", ROWS, f"data.features_path={root}/none", "trainer.cache_target=false",
+                  action="verify")
+    with pytest.raises(ConfigError, match=r"2 problems, the first: .*none/train has no features; make them with"):
+        look(config)
+
+
 def test_samples_of_one_prompt_may_agree(root, capsys):
-    look(make(root, "samples", [replace(ROWS[2], id="a~0"), replace(ROWS[2], id="a~1")], action="verify"))
+    def rows(*ids: str) -> list[Row]:
+        return [replace(ROWS[2], id=row_id) for row_id in ids]
+
+    several = "generation.samples_per_prompt=2"
+    look(make(root, "samples", rows("a~0", "a~1", "a~2#1"), several, action="verify"))
     assert capsys.readouterr().out.count("0 problems") == 2
     with pytest.raises(ConfigError, match=r"1 problems, the first: .*'b~1' repeats row 'a~0'"):
-        look(make(root, "others", [replace(ROWS[2], id="a~0"), replace(ROWS[2], id="b~1")], action="verify"))
+        look(make(root, "others", rows("a~0", "b~1"), several, action="verify"))
+    with pytest.raises(ConfigError, match=r"1 problems, the first: .*'a~1' repeats row 'a~0'"):  # the user's own ids
+        look(make(root, "single", rows("a~0", "a~1"), action="verify"))
 
 
 def test_verify_finds_doubles_padded_ids_and_what_is_in_both(root, capsys):

@@ -1,5 +1,6 @@
 """Workers that share a folder make every shard, wait for each other, and take over what the dead have left."""
 
+import errno
 import os
 import resource
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +91,57 @@ def test_a_claim_of_another_host_holds_while_it_is_touched_and_no_longer(tmp_pat
     beating.join()
     worker.join(timeout=20)
     assert (tmp_path / "0").exists()
+
+
+def test_a_claim_that_names_no_process_holds_until_its_lease_is_over(tmp_path):
+    here = socket.gethostname().encode()
+    for index, content in enumerate([b"", b"\xff\xfe", here + b" x", here + b" " + b"9" * 30, here + b" -1"]):
+        (tmp_path / f".shard-{index:05d}.claim").write_bytes(content)
+        assert not Claims(tmp_path)._is_abandoned(tmp_path / f".shard-{index:05d}.claim")
+    assert sorted(work(tmp_path, 5)) == list(range(5))
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_the_heart_beats_on_when_the_file_server_is_away(tmp_path, monkeypatch, capfd, code):
+    """And says so once. Another worker that cannot read a claim leaves it alone."""
+    utime, away, touched = os.utime, threading.Event(), threading.Event()
+
+    def out_of_reach(path, times=None):
+        if path.name.endswith(".claim") and away.is_set():
+            touched.set()
+            raise OSError(code, os.strerror(code))
+        utime(path, times)
+
+    away.set()
+    monkeypatch.setattr(os, "utime", out_of_reach)
+    with Claims(tmp_path) as claims:
+        for index in claims.shards(missing_of(tmp_path, 1)):
+            assert touched.wait(10)
+            touched.clear()
+            assert touched.wait(10), "it goes on trying"
+            claim = tmp_path / ".shard-00000.claim"
+            utime(claim, (0, 0))
+            away.clear()
+            while claim.stat().st_mtime == 0:
+                assert claims._heart.is_alive()
+            (tmp_path / f"{index}").touch()
+    assert capfd.readouterr().err.count(f"cannot touch {tmp_path}/.shard-00000.claim: {os.strerror(code)}; try") == 1
+
+
+def test_a_claim_that_cannot_be_read_or_removed_stops_nobody(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    claim = tmp_path / ".shard-00000.claim"
+    claim.write_text("elsewhere 1")
+    with Claims(tmp_path) as claims, monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", fail)
+        assert not claims._is_abandoned(claim)
+        patched.setattr(Path, "rename", fail)
+        claims._bury(claim)
+        patched.setattr(Path, "unlink", fail)
+        claims._release(0)
+    assert not claim.exists()
 
 
 def test_a_worker_that_fails_gives_its_claim_back(tmp_path):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import datasets
@@ -18,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data_gen.collect
+import data_gen.prompts
 from data_gen.collect import TRAIN_FILE, VALIDATION_FILE, collect, mixture, read_counts
 from data_gen.filters import NearDuplicates, jaccard, repetition, shingles
 from data_gen.prompt_store import PromptStore, prompt_writer
@@ -105,6 +108,9 @@ def test_the_same_prompts_from_every_kind_of_file(tmp_path):
     datasets.DatasetDict(train=data.select([0]), other=data).save_to_disk(str(tmp_path / "saved-dict"))
     (tmp_path / "folder").mkdir()
     data.to_parquet(str(tmp_path / "folder" / "train.parquet"))
+    for name in ("p.jsonl", "p.json", "p.csv"):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+        assert asked(read(tmp_path / f"{name}.gz")) == texts, name
     for name in ("p.jsonl", "p.json", "p.parquet", "p.csv", "saved", "folder"):
         assert asked(read(tmp_path / name)) == texts, name
     assert asked(read(tmp_path / "saved-dict", split="other")) == texts
@@ -158,6 +164,11 @@ def test_a_parquet_file_with_text_that_is_not_utf8_is_one_line(tmp_path):
     ("a.csv", b"prompt\n\xff\xfe", r"a\.csv cannot be read as UTF-8 CSV"),
     ("a.jsonl", b"\n\n", r"a\.jsonl holds no prompts"),
     ("a.csv", b"prompt\n", r"a\.csv holds no prompts"),
+    ("a.json", b"[" * 10**5, r"a\.json is no JSON \(maximum recursion"),
+    ("a.jsonl.gz", b"{}", r"a\.jsonl\.gz cannot be read after 0 lines: Not a gzipped file"),
+    ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n' * 9)[:-9], r"a\.jsonl\.gz cannot be read after \d lines: Compr"),
+    ("a.csv.gz", gzip.compress(b"prompt\nx\n")[:-9], r"a\.csv\.gz cannot be read as UTF-8 CSV .*: Compressed file en"),
+    ("a.json.gz", gzip.compress(b"[]")[:12] + b"\xff" * 9, r"a\.json\.gz cannot be read: .*"),
 ])
 def test_a_source_that_cannot_be_read_is_one_line(tmp_path, name, content, reason):
     (tmp_path / name).write_bytes(content)
@@ -168,14 +179,70 @@ def test_a_source_that_cannot_be_read_is_one_line(tmp_path, name, content, reaso
 
 def test_a_data_set_that_is_nowhere_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"path='no/where', subset=None, split=train cannot be loaded") as error:
+    with pytest.raises(ConfigError, match=r"path='no/where', subset=None, split=train cannot be read") as error:
         read("no/where")
     assert "\n" not in str(error.value)
     datasets.Dataset.from_list([CHAT]).to_parquet(str(tmp_path / "train.parquet"))
-    with pytest.raises(ConfigError, match=r"split=tset cannot be loaded: Unknown split"):
+    with pytest.raises(ConfigError, match=r"split=tset cannot be read after 0 rows: Unknown split"):
         read(tmp_path, split="tset")
     with pytest.raises(ConfigError, match=r"there is no prompt file '.*absent\.csv'"):
         check_sources(GenerationConfig(sources=[SourceConfig(path=str(tmp_path / "absent.csv"))]))
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.csv", "p.json"])
+def test_a_disk_that_fails_while_a_file_is_read_is_one_line(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_bytes(b"x" * 9)
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *args, **kwargs: opened(
+        Path("/proc/self/mem") if path.name == name else path, *args, **kwargs))  # reading it from its start is EIO
+    with pytest.raises(ConfigError, match=rf"{name} cannot be read.*Input/output error") as error:
+        read(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_a_data_set_that_is_damaged_is_one_line(tmp_path, monkeypatch):
+    """Damage that loading it shows, damage that only reading its rows shows, columns of no use."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    data = datasets.Dataset.from_list([{"prompt": f"{n} " + "x" * 500} for n in range(3000)])
+    for name in ("json.gz", "parquet"):
+        (tmp_path / name).mkdir()
+    data.to_json(str(tmp_path / "json.gz" / "a.jsonl.gz"), compression="gzip")
+    data.to_parquet(str(tmp_path / "parquet" / "a.parquet"))
+    for name, reason in (("json.gz", "Compressed file ended"), ("parquet", "")):
+        (file,) = (tmp_path / name).iterdir()
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2])
+        with pytest.raises(ConfigError, match=rf"path='.*{name}', .* cannot be read after 0 rows: .*{reason}") as error:
+            read(tmp_path / name)
+        assert "\n" not in str(error.value)
+    data.save_to_disk(str(tmp_path / "saved"))
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] = 0xFF
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"saved', .* cannot be read after 1\d\d\d rows: 'utf-8' codec"):
+        read(tmp_path / "saved")
+    data.rename_column("prompt", "text").save_to_disk(str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match=r"other has the columns text; expected one of messages, conversations"):
+        read(tmp_path / "other")
+
+
+def test_pictures_beside_the_prompts_are_not_decoded(tmp_path):
+    data = datasets.Dataset.from_dict({"prompt": ["a", "b"], "image": [{"bytes": b"no picture", "path": None}] * 2})
+    data.cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
+    assert asked(read(tmp_path / "saved")) == ["a", "b"]
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_gen.prompts, "LONGEST_LINE", 1000)
+    lines = [json.dumps({"prompt": text}).encode() for text in ("a", "b" * 985, "c" * 987, "d" * 5000, "e")]
+    assert [len(line) for line in lines[1:3]] == [999, 1001]  # without the line's end
+    for end in (b"\n", b""):
+        (tmp_path / "p.jsonl").write_bytes(b"\n".join(lines) + end)
+        found = read(tmp_path / "p.jsonl")
+        assert [text[0] for text in asked(found)] == ["a", "b", "e"]
+        assert [(each.reason, each.detail, each.id.split(", ")[1]) for each in found if isinstance(each, Skipped)] == [
+            ("unreadable", "longer than 1000 bytes", f"line {number}") for number in (3, 4)]
 
 
 LARGE = """
@@ -215,6 +282,11 @@ def configured(root: Path, *changes: str):
                       f"data.train_path={root}/train", f"data.validation_path={root}/validation", *changes])
 
 
+@cache
+def configured_once():
+    return config_of(["+experiment=quickstart"])
+
+
 def collected(root: Path, *changes: str) -> tuple[list[Prompt], dict[str, int]]:
     config = configured(root, *changes)
     evaluation = read(root / "eval.jsonl")
@@ -244,6 +316,32 @@ def test_too_many_malformed_records_stop_the_run(tmp_path):
     with pytest.raises(ConfigError, match=r"1 of 10 prompts were rejected, more than generation.max_rejected_share="
                                           r"0.05; all are listed in .*rejected\.jsonl, the first is .*, line 2: exp"):
         collected(tmp_path, share[0])
+
+
+def test_no_id_is_one_that_a_row_of_another_prompt_may_get(tmp_path):
+    """A template that rewrites turns makes rows a#1 and a#2 of a; samples are called a~0 and a~1."""
+    ids = ["a", "a#1", "b~0#2", "b", "c#1", "c#2", "d\n~1", "d\n", "e#x", "e", "a~", "g#1#2", "g#1"]
+    path = jsonl(tmp_path / "f.jsonl", *({"prompt": str(n), "id": name} for n, name in enumerate(ids)))
+    other = jsonl(tmp_path / "o.jsonl", {"prompt": "x", "id": "a~3"})
+    prompts, counts = collected(tmp_path, f"generation.prompt_files=[{path},{other}]")
+    assert [prompt.id for prompt in prompts] == [
+        "a", "f:a#1", "b~0#2", "f:b", "c#1", "c#2", "d\n~1", "f:d\n", "e#x", "e", "a~", "g#1#2", "f:g#1", "o:a~3"]
+    assert counts == {"read": 14}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.sampled_from(["a", "b", "~0", "#1", "#2", "a:"]), min_size=1, max_size=4).map(
+    "".join), st.sampled_from("ab")), max_size=12))
+def test_ids_of_samples_and_rows_never_meet(named):
+    config = configured_once()
+    chooser = data_gen.collect._Chooser(config, [])
+    chosen = []
+    for number, (name, source) in enumerate(named):
+        each = Prompt(id=name, source=source, category="c", messages=({"role": "user", "content": str(number)},))
+        if taken := chooser.choose(each, 0):
+            chosen.append(taken.id)
+    rows = [f"{name}{sample}{row}" for name in chosen for sample in ("", "~0", "~1") for row in ("", "#1", "#2")]
+    assert len(set(rows)) == len(rows)
 
 
 def test_samples_stay_on_their_side_of_the_split(tmp_path):

@@ -97,8 +97,9 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(llama, monkeypatch, ca
     engine = ContinuousEngine(llama, batch_tokens=BIG)
     assert run(engine, prompts, params) == expected
     said = capfd.readouterr().err.splitlines()
-    assert [line.split(": ")[0] for line in said] == [f"out of memory with {size} prompts at a time"
-                                                      for size in (12, 6)]
+    tokens = max(map(len, prompts)) + 10
+    assert said == [f"out of memory with room for {size} prompts at a time; going on with {half}, nothing is lost. "
+                    f"generation.batch_tokens={half * tokens} starts like that" for size, half in ((12, 6), (6, 3))]
     assert run(engine, prompts, params) == expected
     assert capfd.readouterr().err == "", "what was learnt is kept"
 
@@ -106,8 +107,20 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(llama, monkeypatch, ca
 def test_no_memory_for_one_prompt_ends_the_command(llama, monkeypatch):
     fail_above(0, monkeypatch)
     params = SamplingParams(max_new_tokens=10, stop_token_ids=())
-    with pytest.raises(ConfigError, match=r"out of memory with a single prompt; lower generation\.max_prompt_tokens"):
-        run(ContinuousEngine(llama, batch_tokens=BIG), random_prompts(3), params)
+    prompts = random_prompts(3)
+    with pytest.raises(ConfigError, match=rf"with one prompt at a time, of {max(map(len, prompts)) + 10} tokens with "
+                                          r"its answer; lower generation\.max_prompt_tokens"):
+        run(ContinuousEngine(llama, batch_tokens=BIG), prompts, params)
+
+
+def test_slots_kept_from_a_larger_call_are_given_up_before_the_command_ends(llama, monkeypatch, capfd):
+    """One prompt is wanted, and there is no memory because there still is room for nine."""
+    params = SamplingParams(max_new_tokens=10, stop_token_ids=())
+    engine, prompts = ContinuousEngine(llama, batch_tokens=BIG), random_prompts(9)
+    expected = run(engine, prompts, params)
+    fail_above(4, monkeypatch)
+    assert run(engine, prompts[:1], params) == expected[:1]
+    assert capfd.readouterr().err.startswith("out of memory with room for 9 prompts at a time; going on with 4")
 
 
 @pytest.mark.gpu

@@ -4,17 +4,32 @@ The servers run in processes of their own: ours around a real tiny model and, wh
 (``SPECVOCAB_TEST_VLLM`` may name the program) and `transformers serve`.
 """
 
+import asyncio
 import threading
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from itertools import chain, repeat
 
+import httpx
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from data_gen.engines import Completion, OpenAIEngine, Reach, Rejected, SamplingParams, TransformersEngine
+from data_gen.engines import (
+    Completion,
+    OpenAIEngine,
+    Reach,
+    Rejected,
+    SamplingParams,
+    TransformersEngine,
+    build_engine,
+)
 from data_gen.engines import servers as servers_module
+from data_gen.engines.servers import Server, ServerUnavailableError
 from specvocab_model.config import ConfigError
 from specvocab_model.target import Target
+from tests.data_gen.runs import config_of
 from tests.data_gen.servers.completions import MAX_MODEL_LEN, MODEL_NAME, completion_server
 from tests.data_gen.servers.faulty_proxy import ANSWERS, BREAKAGES, STRIPPED, FaultyProxy
 from tests.tiny import EOS_IDS, tiny_target_config, tiny_target_folder
@@ -108,6 +123,25 @@ def test_being_overloaded_uses_up_no_attempt(target, server, expected):
         assert run(engine_of(target, proxy.url, concurrency=1, attempts=1)) == expected
 
 
+@pytest.mark.parametrize("fault", ["429", "502", "503"])
+def test_prompts_that_are_always_turned_away_are_rejected_and_the_others_are_not(target, server, expected, fault):
+    """Two that crash the worker behind a proxy, say; between others, and when nothing else is left to do."""
+    poisoned = {3: PROMPTS[3], 8: PROMPTS[8]}
+    with FaultyProxy(server, poison=lambda prompt: fault if prompt in poisoned.values() else None) as proxy:
+        completions = run(engine_of(target, proxy.url, attempts=3, patience_s=5.0))
+    for index, completion in enumerate(completions):
+        if index in poisoned:
+            assert completion == Rejected("no valid completion", f"3 attempts, the last: HTTP {fault}: spoilt")
+        else:
+            assert completion == expected[index]
+
+
+def test_a_server_that_others_keep_busy_rejects_nothing(target, server, expected):
+    """It has no time for the probe either, or has some for what is asked after it."""
+    with FaultyProxy(server, chain([None], ["503"] * 3, ([None, "503"] * 2 + [None, None]) * 12)) as proxy:
+        assert run(engine_of(target, proxy.url, concurrency=1, attempts=3)) == expected
+
+
 def test_a_prompt_that_the_server_refuses_is_rejected_at_once(target, server, expected):
     with FaultyProxy(server) as proxy:
         too_long = [1] * MAX_MODEL_LEN
@@ -168,6 +202,32 @@ def test_what_cannot_do_the_work_is_refused_with_the_reason(target, server):
         engine_of(target, proxy.url)
 
 
+@pytest.mark.parametrize("models", [
+    b"", b"null", b"[]", b'{"data": null}', b'{"data": [1]}', b'{"data": [{"id": ["tiny"]}]}', b"[" * 10**5,
+    b'{"data": [{"id": 3}]}', b'{"data": [{"id": "tiny", "max_model_len": "long"}]}', b"\xff",
+])
+def test_a_list_of_models_that_is_none_is_no_traceback(target, models):
+    async def probe() -> None:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, content=models))
+        async with httpx.AsyncClient(transport=transport) as client:
+            await Server("http://x", model=MODEL_NAME, vocab_size=9, min_context=64).probe(client, [1], EOS_IDS)
+
+    with pytest.raises((ServerUnavailableError, ConfigError)):
+        asyncio.run(probe())
+
+
+def test_a_url_and_a_key_that_cannot_be_are_one_line(target, server, monkeypatch):
+    with pytest.raises(ConfigError, match=r"generation.base_urls: http://\[::1/v1 is no URL"):
+        engine_of(target, "http://[::1")
+    config = config_of(["+experiment=quickstart", f"target.model={target.spec.name}", "generation.engine=openai",
+                        f"generation.base_urls=[{server}]"])
+    config.generation.server_api_key_env = "A_KEY"
+    for key in ("a\nb", "schlüssel"):
+        monkeypatch.setenv("A_KEY", key)
+        with pytest.raises(ConfigError, match=r"the key in \$A_KEY holds a line break or"):
+            build_engine(config, torch.device("cpu"))
+
+
 def test_a_server_that_stops_giving_ids_ends_the_command(target, server):
     with FaultyProxy(server, [None, None, None, "no ids"]) as proxy:
         engine = engine_of(target, proxy.url)
@@ -196,11 +256,18 @@ def test_a_caller_that_stops_early_leaves_no_request_behind(target, server):
 
 
 @pytest.mark.parametrize(("header", "seconds"), [
-    (None, None), ("7", 7.0), ("0", 0.0), ("soon", None),
-    ("Sun, 06 Nov 1994 08:49:37 GMT", 0.0),
+    (None, None), ("7", 7.0), (" 0 ", 0.0), ("soon", None), ("²", None), ("٣", None), ("-1", None), ("", None),
+    ("Sun, 06 Nov 1994 08:49:37 GMT", 0.0), ("Sun, 06 Nov 1994 08:49:37", None),
+    ("Sun, 06 Nov 99999 08:49:37 GMT", None), (f"Sun, 06 Nov {10**20} 08:49:37 GMT", None),
 ])
 def test_retry_after(header, seconds):
     assert servers_module._seconds(header) == seconds
+
+
+@given(st.text(st.characters(codec="latin-1")) | st.from_regex(r"\w{3}, \d{1,3} \w{3} \d{1,20} \d+:\d+:\d+ ?.{0,6}"))
+def test_no_retry_after_is_an_error(header):
+    seconds = servers_module._seconds(header)
+    assert seconds is None or seconds >= 0
 
 
 def test_retry_after_as_a_date():

@@ -6,20 +6,25 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections import namedtuple
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
 
-from data_gen import features
-from data_gen.features import INDEX_FILE, FeatureStore, make_features
+from data_gen import features, verify_features
+from data_gen.features import INDEX_FILE, FeatureStore
+from data_gen.make_features import make_features, outputs_of
 from data_gen.shards import document_lengths, load_rows, split_documents
+from data_gen.verify_features import feature_problems
 from specvocab_model.config import Config, ConfigError
 from specvocab_model.target import Target, load_spec
 from tests.tiny import tiny_target
@@ -82,9 +87,9 @@ def test_documents_padded_together_have_the_outputs_of_each_alone(root, tmp_path
     pieces = split_documents(document_lengths(rows), SEQ_LEN)
     (index, *_) = features._batches(pieces[:, 2], alone=False)
     assert len(index) == len(pieces) and pieces[index[0], 2] == SEQ_LEN
-    together = features._outputs(target, rows, pieces[index])
+    together = outputs_of(target, rows, pieces[index])
     for own, piece in zip(together, pieces[index], strict=True):
-        alone = features._outputs(target, rows, piece[None])[0]
+        alone = outputs_of(target, rows, piece[None])[0]
         torch.testing.assert_close(own[: len(alone)], alone, rtol=1e-4, atol=1e-4)
 
 
@@ -218,3 +223,97 @@ def test_features_that_are_not_there_are_refused(root):
         store_of(features_config(root, "nowhere")).check()
     with pytest.raises(ConfigError, match=r"data.features_path says where"):
         make_features(config_of(overrides(root, "run", "action=features")), PartialState(cpu=True))
+
+
+# ---- verify ----
+
+
+def verified(root: Path, folder: Path, capsys, *changes: str) -> list[str]:
+    """What action=verify says is wrong with the features in ``folder``."""
+    config = features_config(root, "unused", f"data.features_path={folder}", *changes)
+    problems = feature_problems(config, load_spec(config.target))
+    counted = re.findall(r"(\d) problems with target, data, sizes, numbers and doc", capsys.readouterr().out)
+    assert len(counted) == 2 and sum(map(int, counted)) == len(problems)
+    return problems
+
+
+@pytest.fixture
+def copied(made, tmp_path) -> Path:
+    return shutil.copytree(made, tmp_path / "copied")
+
+
+def test_features_that_are_right_pass_verify(root, made, copied, capsys):
+    assert verified(root, copied, capsys) == []
+    assert contents(copied) == contents(made)
+
+
+def test_verify_names_features_that_are_missing_cut_or_of_another_target(root, copied, capsys):
+    os.truncate(copied / "train" / "shard-00001.bin", 8)
+    index = copied / "validation" / INDEX_FILE
+    index.write_text(index.read_text().replace('"fingerprint": "', '"fingerprint": "other '))
+    cut, other = verified(root, copied, capsys)
+    assert "1 of 3 feature files are not whole" in cut and "target.fingerprint was 'other " in other
+    shutil.rmtree(copied / "validation")
+    assert "validation has no features; make them with" in verified(root, copied, capsys)[1]
+
+
+def test_an_index_that_is_damaged_is_one_line(root, copied):
+    config = features_config(root, "unused", f"data.features_path={copied}")
+    uses = (store_of(config).check, lambda: make_features(config, PartialState(cpu=True)))
+    for content, use in product(["", "{", "[]", '"text"', "\x00"], uses):
+        (copied / "train" / INDEX_FILE).write_text(content)
+        with pytest.raises(ConfigError, match=r"train/features\.json is damaged \(.*; restore it, or delete") as error:
+            use()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("float32", float("nan")), ("bfloat16", float("-inf"))])
+def test_verify_finds_numbers_that_are_not_finite(root, tmp_path, capsys, monkeypatch, dtype, value):
+    monkeypatch.setattr(verify_features, "READ_BYTES", 5000)  # several reads a file
+    config = features_config(root, "unused", f"data.features_path={tmp_path}", f"target.dtype={dtype}")
+    make_features(config, PartialState(cpu=True))
+    store = store_of(config)
+    token = int(store.first_token[15] - store.first_token[10]) + 3  # the fourth of the sixteenth row
+    numbers = torch.from_file(str(store.path(1)), shared=True, size=store.shard_bytes(1) // store.dtype.itemsize,
+                              dtype=store.dtype)
+    numbers[token * 4 * 48 + 100] = value
+    assert verified(root, tmp_path, capsys, f"target.dtype={dtype}") == [
+        f"{store.path(1)}: 1 tokens have numbers that are not finite, the first in row 'row-15'"]
+
+
+def test_verify_finds_documents_out_of_their_places(root, copied, capsys):
+    """Two rows of one shard changed places, the layers of a token did, a target of other weights was asked."""
+    path = copied / "train" / "shard-00002.bin"
+    store = store_of(features_config(root, "unused", f"data.features_path={copied}"))
+    content = path.read_bytes()
+    first, last = (int(store.first_token[row + 1] - store.first_token[row]) * store.bytes_per_token for row in (20, 25))
+    path.write_bytes(content[-last:] + content[first:-last] + content[:first])
+    (moved,) = verified(root, copied, capsys)
+    assert "train: row 'row-25': the states at its end are " in moved and "other tokens or to another target" in moved
+    layers = np.frombuffer(content, np.float32).reshape(-1, 4, 48)
+    path.write_bytes(layers[:, [1, 0, 2, 3]].tobytes())
+    (swapped,) = verified(root, copied, capsys)
+    assert "train: row 'row-25'" in swapped
+    path.write_bytes((layers * 1.001).tobytes())  # as another device would round
+    assert verified(root, copied, capsys) == []
+
+
+def test_what_fails_while_features_are_computed_is_not_called_a_full_disk(root):
+    config = features_config(root, "failing")
+    store = store_of(config)
+    store.begin()
+
+    def fail(pieces):
+        raise OSError(errno.EIO, "cannot read the data")
+
+    with pytest.raises(OSError, match="cannot read the data"):
+        store.fill(fail, PartialState(cpu=True), alone=True)
+
+
+def test_a_disk_that_takes_no_new_file_is_one_line(root, monkeypatch):
+    config = features_config(root, "no-file")
+    store_of(config).begin()
+    touch = Path.touch
+    monkeypatch.setattr(Path, "touch", lambda path: touch(path.parent / "none" / path.name))
+    with pytest.raises(ConfigError, match=r"cannot write .*shard-00000.bin: No such file or directory; .*GiB are"):
+        make_features(config, PartialState(cpu=True))

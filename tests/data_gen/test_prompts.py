@@ -82,6 +82,12 @@ def test_limit(tmp_path):
         ({"messages": [{"role": ["user"], "content": "x"}]}, r"messages\[0\] has role \['user'\]"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": 5}]}, r"messages\[1\] has tool calls that are no li"),
         pytest.param("[" * 100_000, "nested too deeply", id="deep"),
+        pytest.param({"messages": "[" * 100_000}, "nested too deeply", id="deep-cell"),
+        pytest.param({"prompt": "x", "tools": "[" * 100_000}, "nested too deeply", id="deep-tools"),
+        pytest.param('{"prompt": "x", "tools": [' + '{"a":' * 900 + "1" + "}" * 900 + "]}", "nested too deeply",
+                     id="deep-but-json"),
+        pytest.param({"messages": [USER, {"role": "assistant", "tool_calls": [
+            {"name": "f", "arguments": "[" * 100_000}]}]}, "nested too deeply", id="deep-arguments"),
         ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\] has no text"),
         ({"messages": [USER, {"role": "user", "content": " "}]}, r"messages\[1\] is an empty user message"),
         ('{"prompt": "half a pair: \\ud83d"}', "surrogates not allowed"),

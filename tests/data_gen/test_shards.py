@@ -1,5 +1,6 @@
 """Shards: rows come back as written, bad rows and other settings are refused, and a killed writer loses nothing."""
 
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_gen.files import appearing_whole
 from data_gen.rows import Skipped
 from data_gen.shards import (
     MANIFEST_FILE,
@@ -286,6 +288,16 @@ def test_a_disk_that_takes_no_more_is_one_line(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [UNFINISHED_FILE], "no half a shard"
     shard_writer = writer(tmp_path, num_prompts=200, rows_per_shard=200)
     assert finish(shard_writer, rows_for(200)).num_rows == 200
+
+
+def test_what_fails_while_content_is_made_is_not_called_a_full_disk(tmp_path):
+    with pytest.raises(OSError, match="cannot read the data"), appearing_whole(tmp_path / "file") as file:
+        file.write(b"x")
+        raise OSError(errno.EIO, "cannot read the data")
+    with pytest.raises(ConfigError, match=r"cannot write /proc/none/file: No such file"), appearing_whole(
+            Path("/proc/none/file")):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):

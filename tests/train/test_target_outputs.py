@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from data_gen.features import make_features
+from data_gen.make_features import make_features
 from specvocab_model.config import ConfigError
 from tests.train.runs import config_of, final_weights, largest_difference, logged, overrides
 from train.build import Run, build_run

@@ -24,6 +24,8 @@ ANSWERS: dict[str, Callable[[dict, dict], dict]] = {  # of (answer, its choice),
     "no choice": lambda answer, choice: answer | {"choices": []},
     "no usage": lambda answer, choice: {key: value for key, value in answer.items() if key != "usage"},
     "no list": _changed(token_ids="12"),
+    "truth values": lambda answer, choice: _changed(token_ids=[True for _ in choice["token_ids"]])(answer, choice),
+    "usage of null": lambda answer, choice: answer | {"usage": None},
     "id outside the vocabulary": lambda answer, choice: _changed(
         token_ids=[10**6, *choice["token_ids"][1:]])(answer, choice),
     "another prompt": _changed(prompt_token_ids=[1, 2, 3]),
@@ -50,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.stopping.is_set():
             self.close_connection = True
             return
-        with self.server.counted() as fault:
+        with self.server.counted(json.loads(body)["prompt"]) as fault:
             self.answer(body, fault)
 
     def answer(self, body: bytes, fault: str | None) -> None:
@@ -114,11 +116,16 @@ class _Server(ThreadingHTTPServer):
 
 
 class FaultyProxy:
-    """Forwards to ``upstream``; the n-th completion that is asked for meets the n-th of ``faults``, None for none."""
+    """Forwards to ``upstream``; the n-th completion that is asked for meets the n-th of ``faults``, None for none.
 
-    def __init__(self, upstream: str, faults: Iterable[str | None] = (), *, port: int = 0) -> None:
+    What ``poison`` says of a prompt comes before that.
+    """
+
+    def __init__(self, upstream: str, faults: Iterable[str | None] = (), *, port: int = 0,
+                 poison: Callable[[list[int]], str | None] = lambda prompt: None) -> None:
         self.upstream = urlsplit(upstream).netloc
         self.faults = iter(faults)
+        self.poison = poison
         self.num_asked = self.in_flight = self.most_in_flight = 0
         self._lock = threading.Lock()
         self.port = port or free_port()
@@ -158,12 +165,12 @@ class FaultyProxy:
         self.stop()
 
     @contextmanager
-    def _counted(self) -> Iterator[str | None]:
+    def _counted(self, prompt: list[int]) -> Iterator[str | None]:
         with self._lock:
             self.num_asked += 1
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
-            fault = next(self.faults, None)
+            fault = self.poison(prompt) or next(self.faults, None)
         try:
             yield fault
         finally:
