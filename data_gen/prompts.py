@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from specvocab_model.config import ConfigError
 
@@ -111,7 +111,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
         raise ConfigError(f"{path} cannot be read after {number} lines: {error or type(error).__name__}") from error
 
 
-def opened(path: Path) -> IO[bytes]:
+def opened(path: Path) -> BinaryIO | gzip.GzipFile:
     """A file for reading, unpacked where its name ends in .gz."""
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
