@@ -1,0 +1,144 @@
+"""How fast features are written and read, against plain files of the same bytes on the same disk.
+
+    python scripts/bench_features.py --folder /nvme/somewhere --gib 8
+
+Nothing is computed: the same numbers are written for every document of chat-like lengths. Both ways end with ``fsync``;
+before anything is read, the kernel is told to forget the files. Rounds alternate, and medians are printed, because
+other users of a disk change its speed. A ratio of 1 is the disk's own speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from torch import Tensor
+
+from data_gen.features import TOKENS_AT_ONCE, FeatureStore
+
+CHUNK = 2**24  # bytes of a plain read or write
+SEQ_LEN = 4096
+ROWS_PER_SHARD = 512
+
+
+def store_of(folder: Path, num_bytes: int, hidden_size: int, *, seed: int = 0) -> FeatureStore:
+    """A store in bf16 of about ``num_bytes`` for documents of log-normal lengths around 400 tokens."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.lognormal(np.log(400), 0.8, size=num_bytes // (4 * hidden_size * 2 * 400) + 1)
+    lengths = lengths.round().clip(2, SEQ_LEN).astype(np.int64)
+    lengths = lengths[: max(1, int(np.searchsorted(lengths.cumsum() * 4 * hidden_size * 2, num_bytes)))]
+    return FeatureStore(
+        folder=folder, settings={}, hidden_size=hidden_size, dtype=torch.bfloat16, seq_len=SEQ_LEN,
+        first_row=np.array([*range(0, len(lengths), ROWS_PER_SHARD), len(lengths)]),
+        first_token=np.concatenate([[0], lengths.cumsum()]),
+    )
+
+
+def write_plain(folder: Path, store: FeatureStore, numbers: Tensor) -> None:
+    """The bytes of every file of ``store``, one after another."""
+    content = memoryview(numbers.view(torch.uint8).numpy()).cast("B")
+    for shard in range(store.num_shards):
+        with (folder / f"{shard}").open("wb", buffering=0) as file:
+            left = store.shard_bytes(shard)
+            while left:
+                left -= file.write(content[: min(left, CHUNK, len(content))])
+            os.fsync(file.fileno())
+
+
+def write_features(store: FeatureStore, numbers: Tensor) -> None:
+    def outputs(pieces: np.ndarray) -> Tensor:
+        return numbers[: len(pieces) * int(pieces[0, 2])].view(len(pieces), int(pieces[0, 2]), -1)
+
+    store.fill(outputs, PartialState(cpu=True), alone=False)
+
+
+def read_plain(folder: Path, store: FeatureStore) -> None:
+    buffer = memoryview(bytearray(CHUNK))
+    for shard in range(store.num_shards):
+        with (folder / f"{shard}").open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def read_features(store: FeatureStore, order: np.ndarray) -> None:
+    features, final_hidden = store.zeros(1, SEQ_LEN)
+    for row in order.tolist():
+        length = int(store.first_token[row + 1] - store.first_token[row])
+        store.read(row, 0, length, features[0, :length], final_hidden[0, :length])
+
+
+def forget(folder: Path) -> None:
+    """Have the kernel drop what it remembers of the files in ``folder``."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def seconds(action: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def measure(folder: Path, num_bytes: int, hidden_size: int, repeats: int) -> dict[str, float]:
+    """GB/s of each way, and the features' speed over the plain one; medians over ``repeats`` rounds."""
+    plain, store = folder / "plain", store_of(folder / "features", num_bytes, hidden_size)
+    numbers = torch.randn(TOKENS_AT_ONCE + SEQ_LEN, 4 * hidden_size).bfloat16()
+    size = store.num_tokens * store.bytes_per_token
+    in_order = np.arange(len(store.first_token) - 1)
+    shuffled = np.random.default_rng(1).permutation(in_order)
+    taken: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        for path in (plain, store.folder):
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+        rounds: dict[str, Callable[[], None]] = {
+            "plain write": lambda: write_plain(plain, store, numbers),
+            "features write": lambda: write_features(store, numbers),
+            "plain read": lambda: read_plain(plain, store),
+            "features read in order": lambda: read_features(store, in_order),
+            "features read shuffled": lambda: read_features(store, shuffled),
+        }
+        for name, action in rounds.items():
+            if "read" in name:
+                forget(plain)
+                forget(store.folder)
+            taken.setdefault(name, []).append(seconds(action))
+    speeds = {name: size / median(times) / 1e9 for name, times in taken.items()}
+    for name in [name for name in taken if name.startswith("features")]:
+        plainly = f"plain {name.split()[1]}"
+        speeds[f"{name} / {plainly}"] = median(
+            there / here for there, here in zip(taken[plainly], taken[name], strict=True))
+    return {"GB": size / 1e9, **speeds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure; a folder of ours in it")
+    parser.add_argument("--gib", type=float, default=8.0, help="more than the disk's own memory (%(default)s)")
+    parser.add_argument("--hidden-size", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    folder = arguments.folder / f"bench-features-{os.getpid()}"
+    try:
+        result = measure(folder, int(arguments.gib * 2**30), arguments.hidden_size, arguments.repeats)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    for name, value in result.items():
+        print(f"{name:<45}{value:.2f}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
