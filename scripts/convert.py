@@ -74,6 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     target.add_argument("--chat-template-kwargs", type=json_object, default={}, metavar="JSON",
                         help="""variables of the chat template, e.g. '{"enable_thinking": false}'""")
     target.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--feature-layers", type=int, nargs=3, metavar="LAYER", help="""what a public draft reads, where
+                        its config.json does not say so: indices into the target's hidden_states""")
     parser.add_argument("--lm-head", choices=conversion.LM_HEADS, help="in the place of a head that the draft brings; "
                         "by default target for a reduced one, own for a full one")
     text = parser.add_argument_group("text")
@@ -132,7 +134,7 @@ def convert(options: argparse.Namespace) -> Coverage:
     prompts = load_prompts(options.prompts, options.num_prompts) if options.prompts else None
     spec, tokenizer = load_spec_and_tokenizer(target_config)
     check_template_kwargs(tokenizer, options.chat_template_kwargs)
-    draft = open_draft(options.draft, spec)
+    draft = open_draft(options.draft, spec, options.feature_layers)
     model = draft.model
     head_config = HeadConfig(rank=options.rank or max(1, spec.hidden_size // 8),
                              num_candidates=options.num_candidates, selection=options.selection, tile=options.tile,
@@ -141,8 +143,9 @@ def convert(options: argparse.Namespace) -> Coverage:
         VocabSpeculator(spec.hidden_size, head_config.rank or 0, build_selection(head_config, spec.vocab_size))
     target = Target.load(target_config, device=options.device, feature_layers=model.architecture.feature_layers)
     brought = conversion.own_head_of(draft, target)
+    chosen = choose_head(draft, target, brought, options.lm_head)
     heads = conversion.full_heads(brought, target)
-    model.own_head = heads[choose_head(draft, target, brought, options.lm_head)]
+    model.own_head = heads[chosen]
     place_draft(model, target)
 
     rows = write_text(target, prompts, options)
@@ -187,6 +190,7 @@ def choose_head(draft: PublicDraft, target: Target, brought: OwnHead | None, wan
         ConfigError: its embedding is another one, or it has no head that could be kept.
     """
     conversion.check_embedding(draft, target)
+    print(f"the draft reads the target's hidden_states {list(draft.model.architecture.feature_layers)}")
     if draft.made_for not in (None, target.spec.name):
         print(f"the draft's files name {draft.made_for} as its target")
     if draft.model.architecture.norm_before_residual:

@@ -9,7 +9,7 @@ the context length, which says how long its training rows were: rotary positions
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,19 +39,27 @@ class PublicDraft:
     made_for: str | None = None  # the target's name, where the files know it
 
 
-def open_draft(folder: str | Path, target_spec: TargetSpec) -> PublicDraft:
+def open_draft(
+    folder: str | Path, target_spec: TargetSpec, feature_layers: Sequence[int] | None = None
+) -> PublicDraft:
     """Read a draft for ``target_spec``, a SpecVocab checkpoint or a public one, in its type, on the CPU.
+
+    Args:
+        feature_layers: that a public draft was trained with, where its config.json does not say so: indices into HF's
+            ``hidden_states``. Numbers in ``eagle_config`` are understood as SGLang does, one less than these.
 
     Raises:
         ConfigError: one line naming what is missing, contradicts itself, or cannot be a SpecVocab draft.
     """
     if Path(folder, PROVENANCE_FILE).is_file():
+        if feature_layers is not None:
+            raise ConfigError(f"{folder} is a SpecVocab checkpoint, which says itself what it reads; leave out the "
+                              f"feature layers {list(feature_layers)}")
         return PublicDraft(model=load_checkpoint(folder, target_spec))
-    return read_public_draft(Path(folder), target_spec)
+    return _read_public_draft(Path(folder), target_spec, feature_layers)
 
 
-def read_public_draft(folder: Path, target_spec: TargetSpec) -> PublicDraft:
-    """As ``open_draft``, of a public draft."""
+def _read_public_draft(folder: Path, target_spec: TargetSpec, feature_layers: Sequence[int] | None) -> PublicDraft:
     path = folder / "config.json"
     written = read_json(path, FETCH_AGAIN)
     config = our_config(written, str(path))
@@ -62,6 +70,8 @@ def read_public_draft(folder: Path, target_spec: TargetSpec) -> PublicDraft:
         raise ConfigError(f"{path} has tie_word_embeddings=true, and an EAGLE-3 draft has no embedding to tie its head "
                           "to; set it to false if the draft was trained with the target's lm_head or its own")
     config["max_position_embeddings"] = target_spec.max_position_embeddings
+    if feature_layers is not None:
+        config |= {"eagle_aux_hidden_state_layer_ids": list(feature_layers), "eagle_config": None}
     architecture = read_architecture(config, str(path), None, target_spec)
     check_target(architecture, target_spec, str(folder))
     tensors = our_names(read_weights(folder), str(folder))

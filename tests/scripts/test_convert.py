@@ -130,9 +130,9 @@ def test_a_head_of_its_own_is_kept_on_request(vocab, arguments, draft, target, t
     if vocab is not None:
         head = {"lm_head.weight": whole[vocab.ids], "d2t": vocab.d2t, "t2d": vocab.t2d}
     arguments[0] = publish(draft, tmp_path / "public", target, spelling="specforge", **head)
-    run(arguments + (["--lm-head", "own"] if vocab is not None else []))
+    run([*arguments, "--feature-layers", "1", "2", "5", *(["--lm-head", "own"] if vocab is not None else [])])
     after = load_checkpoint(tmp_path / "converted", target.spec)
-    assert after.own_head.is_full
+    assert after.own_head.is_full and after.architecture.feature_layers == (1, 2, 5)
     torch.testing.assert_close(after.own_head.weight.detach(), whole, atol=1e-4, rtol=1e-4)
     basis = after.speculator.down_proj.weight.detach()
     torch.testing.assert_close(after.speculator.vocab_proj.weight.detach(), whole @ basis.T, atol=1e-4, rtol=1e-4)

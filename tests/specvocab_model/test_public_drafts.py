@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from specvocab_model.config import ConfigError
+from specvocab_model.export import Provenance, save_checkpoint
 from specvocab_model.public_drafts import PublicDraft, open_draft
 from tests.specvocab_model.test_export import SPEC, make_model
 
@@ -210,6 +211,17 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     path.unlink()
     assert "holds neither model.safetensors nor pytorch_model.bin" in error_of(folder)
     assert "config.json is missing" in error_of(tmp_path / "nowhere")
+
+
+def test_feature_layers_that_the_file_does_not_name(tmp_path):
+    folder = write(tmp_path / "draft", SPECFORGE, layer_tensors() | reduced_head())
+    assert open_draft(folder, SPEC, [3, 4, 11]).model.architecture.feature_layers == (3, 4, 11)
+    for layers, message in (([3, 4, 12], "lie below the number of the target's layers, 12"), ([4, 3, 5], "ascend")):
+        with pytest.raises(ConfigError, match=message):
+            open_draft(folder, SPEC, layers)
+    ours = save_checkpoint(tmp_path / "ours", make_model(), SPEC, Provenance())
+    with pytest.raises(ConfigError, match="is a SpecVocab checkpoint, which says itself what it reads"):
+        open_draft(ours, SPEC, [3, 4, 11])
 
 
 def test_the_context_is_the_targets(tmp_path):
