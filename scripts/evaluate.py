@@ -4,7 +4,8 @@
     python scripts/evaluate.py +experiment=qwen3_8b eval.prompts=spec_bench.jsonl eval.max_new_tokens=1024
 
 Reads ``output_dir/export/``, writes ``output_dir/evaluation.json`` and the checkpoint's model card. Compared are plain
-decoding, an untrained draft of the same shape, the draft with the full vocabulary and with the speculated one.
+decoding, an untrained draft of the same shape, and the draft with the full vocabulary and the speculated one, or with
+the reduced one that it was trained or pruned to.
 """
 
 from __future__ import annotations
@@ -111,13 +112,13 @@ def make_variants(target: Target, model: SpecVocabDraft, seed: int) -> dict[str,
     torch.manual_seed(seed)
     untrained = place_draft(SpecVocabDraft(model.architecture, HeadConfig(type="full")), target)
     place_draft(model, target)
-    variants = {
-        "untrained": Variant(model=untrained, head=build_head("full", target, untrained)),
-        "full": Variant(model=model, head=build_head("full", target, model)),
-    }
+    heads = ["full"]
+    if model.own_head is not None and len(model.own_head.ids) < target.spec.vocab_size:
+        heads = ["static"]
     if model.speculator is not None:
-        variants["speculative"] = Variant(model=model, head=build_head("speculative", target, model))
-    return variants
+        heads.append("speculative")
+    trained = {kind: Variant(model=model, head=build_head(kind, target, model)) for kind in heads}
+    return {"untrained": Variant(model=untrained, head=build_head("full", target, untrained))} | trained
 
 
 def as_tokens(target: Target, prompt: Prompt, config: Config, draft_positions: int) -> EvalPrompt:

@@ -38,7 +38,7 @@ class OwnHead(nn.Module):
     @classmethod
     def of_size(cls, hidden_size: int, size: int, vocab_size: int) -> OwnHead:
         """Of the first ``size`` tokens: a place for others that are chosen or loaded later."""
-        return cls(hidden_size, VocabMap.from_ids(torch.arange(min(size, vocab_size)), vocab_size))
+        return cls(hidden_size, VocabMap(torch.arange(min(size, vocab_size)), vocab_size))  # also on the device meta
 
     @property
     def is_full(self) -> bool:

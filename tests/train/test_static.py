@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 from data_gen.shards import load_rows
 from specvocab_model.config import ConfigError
 from tests.tiny import EOS_IDS, IM_START_ID, PAD_ID
-from tests.train.runs import final_weights, largest_difference, logged, run_of
+from tests.train.launching import accelerate_deepspeed, launch, torchrun
+from tests.train.runs import final_weights, largest_difference, logged, overrides, run_of
 from train.loop import train, train_steps
 
 SIZE = 60
@@ -50,6 +52,21 @@ def test_a_run_is_resumed_with_the_same_tokens_bit_for_bit(root, capsys):
     train(resumed)
     assert logged(root, "static-broken", *NUMBERS) == logged(root, "static", *NUMBERS)
     assert largest_difference(final_weights(root, "static-broken"), weights) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_two_ranks_train_it_as_one(strategy, root):
+    if not (root / "static-one" / "final").exists():
+        train(run_of(root, "static-one", *STATIC))
+    arguments = overrides(root, f"static-{strategy}", *STATIC, "trainer.gradient_accumulation_steps=2",
+                          f"distributed={strategy}")
+    job = launch(root / "logs", arguments, torchrun() if strategy == "ddp" else accelerate_deepspeed())
+    assert job.process.returncode == 0, job.stderr[-3000:]
+    assert job.stdout.count("static head: 60 of 277") == 1  # one voice
+    np.testing.assert_allclose(logged(root, f"static-{strategy}", *NUMBERS), logged(root, "static-one", *NUMBERS),
+                               rtol=5e-5)
+    assert largest_difference(final_weights(root, f"static-{strategy}"), final_weights(root, "static-one")) < 3e-4
 
 
 def test_a_vocabulary_without_room_for_the_special_tokens_is_refused(root):
