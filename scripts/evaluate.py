@@ -112,11 +112,8 @@ def make_variants(target: Target, model: SpecVocabDraft, seed: int) -> dict[str,
     torch.manual_seed(seed)
     untrained = place_draft(SpecVocabDraft(model.architecture, HeadConfig(type="full")), target)
     place_draft(model, target)
-    heads = ["full"]
-    if model.own_head is not None and len(model.own_head.ids) < target.spec.vocab_size:
-        heads = ["static"]
-    if model.speculator is not None:
-        heads.append("speculative")
+    kind = model.head_config.type
+    heads = ["full", kind] if kind == "speculative" else [kind]
     trained = {kind: Variant(model=model, head=build_head(kind, target, model)) for kind in heads}
     return {"untrained": Variant(model=untrained, head=build_head("full", target, untrained))} | trained
 

@@ -47,9 +47,10 @@ def _speculator(model: SpecVocabDraft, kind: str) -> VocabSpeculator:
 
 
 def _static(target: Target, model: SpecVocabDraft, vocab: VocabMap | None = None) -> Head:
-    """``vocab``: prune the target's ``lm_head`` to it; None: the reduced head that the draft was trained with."""
+    """``vocab``: prune the full head to it; None: the reduced head that the draft was trained with or pruned to."""
     if vocab is not None:
-        return StaticHead(target, vocab)
+        lm_head = model.lm_head_weight(target)
+        return StaticHead(target, vocab, lm_head[vocab.ids.to(lm_head.device)])
     if model.own_head is None:
         raise ConfigError("the draft has no static head of its own; train one with head=static, or say to which "
                           "vocabulary the target's is to be pruned")
@@ -57,7 +58,7 @@ def _static(target: Target, model: SpecVocabDraft, vocab: VocabMap | None = None
 
 
 def _cluster(target: Target, model: SpecVocabDraft, router: ClusterRouter, size: int) -> Head:
-    return ClusterHead(target, router, size)
+    return ClusterHead(target, router, size, model.lm_head_weight(target))
 
 
 def _in_context(
@@ -66,7 +67,7 @@ def _in_context(
     """``always_keep`` None: the target's special tokens."""
     spec = target.spec
     kept = special_ids(target.tokenizer, spec.eos_token_ids, spec.vocab_size) if always_keep is None else always_keep
-    return InContextHead(target, size, kept)
+    return InContextHead(target, size, kept, lm_head=model.lm_head_weight(target))
 
 
 HEADS: dict[str, Callable[..., Head]] = {

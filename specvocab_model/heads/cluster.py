@@ -164,12 +164,13 @@ class ClusterHead(Head):
 
     Args:
         size: tokens at every position, those that are always kept among them.
+        lm_head: the draft's own output embedding ``[V, d]``; by default the target's.
 
     Raises:
         ConfigError: ``size`` has no room for these, or the router belongs to a vocabulary of another size.
     """
 
-    def __init__(self, target: Target, router: ClusterRouter, size: int) -> None:
+    def __init__(self, target: Target, router: ClusterRouter, size: int, lm_head: Tensor | None = None) -> None:
         special, vocab_size = len(router.always_keep), target.spec.vocab_size
         if router.vocab_size != vocab_size:
             raise ConfigError(f"the router knows {router.vocab_size} tokens, but {target.spec.name} has {vocab_size}; "
@@ -178,9 +179,10 @@ class ClusterHead(Head):
             raise ConfigError(f"size={size} must be above the {special} tokens that are always kept and at most the "
                               f"{vocab_size} of the target")
         self.target, self.router, self.size = target, router.to(target.device), size
+        self.lm_head = (target.lm_head_weight if lm_head is None else lm_head).detach()
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor) -> HeadOutput:
         """Logits ``[N, size]`` of normalised hidden states ``[N, d]``."""
         ids = self.router.shortlist(hidden, self.size).int()
-        return HeadOutput(ids, self.target.scale_and_cap(gather_dot(hidden, self.target.lm_head_weight, ids)))
+        return HeadOutput(ids, self.target.scale_and_cap(gather_dot(hidden, self.lm_head, ids)))

@@ -32,14 +32,23 @@ class InContextHead(Head):
     Args:
         size: tokens at every position, those that are always kept among them; from ``V`` on it is all.
         always_keep: ids, usually of ``vocab.special_ids``.
+        lm_head: the draft's own output embedding ``[V, d]``; by default the target's.
 
     Raises:
         ConfigError: ``size`` has no room for ``always_keep``.
     """
 
-    def __init__(self, target: Target, size: int, always_keep: Iterable[int], num_top: int = NUM_TOP) -> None:
+    def __init__(
+        self,
+        target: Target,
+        size: int,
+        always_keep: Iterable[int],
+        num_top: int = NUM_TOP,
+        lm_head: Tensor | None = None,
+    ) -> None:
         device, vocab_size = target.device, target.spec.vocab_size
         self.target = target
+        self.lm_head = (target.lm_head_weight if lm_head is None else lm_head).detach()
         self.size, self.num_top = min(size, vocab_size), min(num_top, vocab_size)
         self.always_keep = torch.tensor(sorted(set(always_keep)), dtype=torch.int64, device=device)
         if self.size <= len(self.always_keep):
@@ -75,4 +84,4 @@ class InContextHead(Head):
 
     def _choose(self) -> None:
         self.ids = self.seen_at.topk(self.size).indices.sort().values
-        self.weight = self.target.lm_head_weight[self.ids]
+        self.weight = self.lm_head[self.ids]

@@ -80,6 +80,15 @@ def test_chat_prompts_and_a_draft_without_speculator(config: Config):
     assert evaluate.table(result)
 
 
+def test_a_draft_with_a_static_head(config: Config):
+    config.head = HeadConfig(type="static", draft_vocab_size=60)
+    export(config)
+    result = evaluate.run(config)
+    assert list(result["tau"]) == ["untrained", "static"] and result["lossless"] is True
+    assert 0 <= result["candidate_recall"]["target_top1"] <= 1
+    assert "static" in evaluate.table(result)
+
+
 def test_only_the_first_prompts_are_asked(config: Config):
     export(config)
     config.eval = replace(config.eval, num_prompts=1)

@@ -12,7 +12,8 @@ from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
 from specvocab_model.decode import place_draft, speculative_generate
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.evaluation import EvalPrompt, Variant, evaluate
-from specvocab_model.heads import ClusterRouter, FullHead, Head, InContextHead, build_head
+from specvocab_model.export import Provenance, save_checkpoint
+from specvocab_model.heads import ClusterHead, ClusterRouter, FullHead, Head, InContextHead, build_head
 from specvocab_model.heads.cluster import spherical_kmeans
 from specvocab_model.heads.static import OwnHead, StaticHead, prune, write_token_map
 from specvocab_model.target import Target
@@ -113,7 +114,7 @@ def test_cluster_on_a_hand_made_example(target: Target):
     small = two_dimensional(target, ROWS)
     router = ClusterRouter(2, torch.tensor([0, 1, 0, 2, 1, -1]), 3)
     router.forward = lambda hidden: torch.cat([hidden, -hidden[:, :1]], -1)  # its three directions
-    head = build_head("cluster", small, None, router=router, size=4)
+    head = ClusterHead(small, router, size=4)
     output = head(torch.tensor([[1.0, 0.5], [-1.0, 0.5]]))
     assert output.ids.tolist() == [[5, 0, 2, 1], [5, 3, 1, 4]]  # clusters 0 and, cut, 1; clusters 2 and 1
     exact = torch.tensor([[1.0, 0.5], [-1.0, 0.5]]) @ torch.tensor(ROWS).T
@@ -240,13 +241,25 @@ def test_recall_is_of_the_candidates_that_a_head_had_when_it_drafted(target, mod
     assert recall["target_top1"] == pytest.approx(sum(judged) / len(judged))
 
 
-def test_a_pruned_draft_has_the_rows_of_the_full_head(target, model, hidden):
+def test_they_take_the_rows_of_a_full_head_of_the_drafts_own(target, model, hidden):
+    vocab_size = target.spec.vocab_size
+    owner = SpecVocabDraft(model.architecture, HeadConfig(type="static", draft_vocab_size=vocab_size))
+    owner.own_head.initialise(VocabMap.from_ids(range(vocab_size), vocab_size), -target.lm_head_weight)
+    opposite = reduced_heads(target, owner)
+    for name, head in reduced_heads(target, model).items():
+        torch.testing.assert_close(opposite[name](hidden).logits, -head(hidden).logits)
+
+
+def test_a_pruned_checkpoint_has_the_logits_of_the_full_head_at_its_tokens(target, model, hidden, tmp_path):
     vocab = VocabMap.from_ids([*specials(target), 5, 77, 31], target.spec.vocab_size)
     pruned = SpecVocabDraft.build(target.spec, DraftConfig(), HeadConfig(rank=9))
     pruned.load_state_dict(model.state_dict())
     prune(pruned, target.lm_head_weight, vocab)
-    assert pruned.speculator is None and pruned.head_config.draft_vocab_size == len(vocab) == 7
-    full, output = FullHead(target)(hidden).logits, build_head("static", target, pruned)(hidden)
+    save_checkpoint(tmp_path / "pruned", pruned, target.spec, Provenance(), dtype=torch.float32)
+    read = SpecVocabDraft.from_pretrained(tmp_path / "pruned", target_spec=target.spec)
+    assert read.speculator is None and read.head_config.draft_vocab_size == len(vocab) == 7
+    assert read.head_config.type == "static"
+    full, output = FullHead(target)(hidden).logits, build_head("static", target, read)(hidden)
     assert output.ids[0].tolist() == vocab.ids.tolist()
     torch.testing.assert_close(output.logits, full[:, vocab.ids], rtol=1e-5, atol=1e-5)
 
