@@ -9,7 +9,8 @@ import csv
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,22 +102,36 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
+            _refuse_doubled(path, file.schema_arrow.names)
             for batch in file.iter_batches(READ_ROWS):
                 for record in batch.to_pylist():
                     yield f"{path}, row {number}", record
                     number += 1
+    except ConfigError:
+        raise
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read after {number} rows: {_first_line(error)}") from error
 
 
 def _csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(LONGEST_CELL)
+    number = 0
     try:
         with opened(path) as content, io.TextIOWrapper(content, newline="", encoding="utf-8-sig") as file:
-            for number, record in enumerate(csv.DictReader(file)):
+            reader = csv.DictReader(file, strict=True)  # else a quote that nobody closes makes one cell of all the rest
+            _refuse_doubled(path, reader.fieldnames or [])
+            for record in reader:
                 yield f"{path}, row {number}", {key: value for key, value in record.items() if value not in (None, "")}
+                number += 1
     except (csv.Error, UnicodeDecodeError, *READ_ERRORS) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 CSV with a line of column names: {error}") from error
+        raise ConfigError(f"{path} cannot be read as UTF-8 CSV with a line of column names, after {number} rows: "
+                          f"{error}") from error
+
+
+def _refuse_doubled(path: Path, columns: Sequence[str]) -> None:
+    """Raises ConfigError if two columns have one name: a record would hold one of them."""
+    if doubled := [name for name, count in Counter(columns).items() if count > 1 and name in COLUMNS]:
+        raise ConfigError(f"{path} has {columns.count(doubled[0])} columns {doubled[0]!r}; give them different names")
 
 
 def _json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

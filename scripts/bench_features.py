@@ -45,7 +45,7 @@ def store_of(folder: Path, num_bytes: int, hidden_size: int, *, seed: int = 0) -
 
 def write_plain(folder: Path, store: FeatureStore, numbers: Tensor) -> None:
     """The bytes of every file of ``store``, one after another."""
-    content = memoryview(numbers.view(torch.uint8).numpy()).cast("B")
+    content = numbers.view(torch.uint8).numpy().data.cast("B")
     for shard in range(store.num_shards):
         with (folder / f"{shard}").open("wb", buffering=0) as file:
             left = store.shard_bytes(shard)

@@ -149,6 +149,13 @@ def test_a_csv_row_with_commas_outside_quotes_is_no_shorter_prompt(tmp_path):
     assert asked([kept]) == ["Of cats, and dogs."]
 
 
+def test_a_parquet_file_with_two_columns_of_a_name_is_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["prompt", "prompt"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet has 2 columns 'prompt'"):
+        read(tmp_path / "a.parquet")
+
+
 def test_a_parquet_file_with_text_that_is_not_utf8_is_one_line(tmp_path):
     cells = pa.array([b"good", b"bad \xff"])
     text = pa.Array.from_buffers(pa.string(), len(cells), cells.buffers())
@@ -164,6 +171,8 @@ def test_a_parquet_file_with_text_that_is_not_utf8_is_one_line(tmp_path):
     ("a.csv", b"prompt\n\xff\xfe", r"a\.csv cannot be read as UTF-8 CSV"),
     ("a.jsonl", b"\n\n", r"a\.jsonl holds no prompts"),
     ("a.csv", b"prompt\n", r"a\.csv holds no prompts"),
+    ("a.csv", b'prompt\none\n"never closed\ntwo\n', r"a\.csv cannot be read .*, after 1 rows: unexpected end"),
+    ("a.csv", b"prompt,x,prompt\na,b,c\n", r"a\.csv has 2 columns 'prompt'; give them different names"),
     ("a.json", b"[" * 10**5, r"a\.json is no JSON \(maximum recursion"),
     ("a.jsonl.gz", b"{}", r"a\.jsonl\.gz cannot be read after 0 lines: Not a gzipped file"),
     ("a.jsonl.gz", gzip.compress(b"{}\n" * 9, mtime=0)[:-9], r"a\.jsonl\.gz cannot be read after \d lines: Compressed"),
