@@ -222,9 +222,7 @@ class FeatureStore:
             temporary.touch()
             opened = temporary.open("r+b", buffering=0)
         with opened as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not self._locked(file, shard):
                 yield None
                 return
             if self._is_whole(shard):  # its writer renamed it since we looked: this may be the whole file itself
@@ -237,6 +235,15 @@ class FeatureStore:
             with self._writing(shard):
                 os.fsync(file.fileno())
                 temporary.replace(self.path(shard))
+
+    def _locked(self, file: IO[bytes], shard: int) -> bool:
+        """Lock ``file`` for this process; False if another one has it. Raises ConfigError where there are no locks."""
+        with self._writing(shard):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
 
     @contextmanager
     def _writing(self, shard: int) -> Iterator[None]:

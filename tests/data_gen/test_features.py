@@ -95,27 +95,34 @@ def test_documents_padded_together_have_the_outputs_of_each_alone(root, tmp_path
 
 KILLED = """
 import os, signal, sys
+from pathlib import Path
 from data_gen import features, main
-write, calls = features._write_documents, 0
+folder, write = Path(os.environ["FOLDER"]), features._write_documents
 def dying(*arguments):
-    global calls
-    calls += 1
-    if calls == int(os.environ["DIE_AT"]):
+    global left
+    left -= 1
+    if not left:
         os.kill(os.getpid(), signal.SIGKILL)
     write(*arguments)
 features._write_documents = dying
-main.main()
+for left in (5, 21):
+    if child := os.fork():  # a process for each kill, which need not import everything anew
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(status, len(list(folder.glob("shard-*.bin"))))
+    else:
+        main.main()
+        os._exit(0)
 """
 
 
 def test_a_run_that_is_killed_goes_on_and_ends_as_an_unbroken_one(root, made):
-    for die_at, whole in (("5", 0), ("21", 1)):
-        killed = subprocess.run([sys.executable, "-c", KILLED, *arguments(root, "killed")], cwd=REPOSITORY,
-                                env=ENVIRONMENT | {"DIE_AT": die_at}, capture_output=True, text=True, check=False)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
-        assert len(list((root / "killed" / "train").glob("shard-*.bin"))) == whole
-        with pytest.raises(ConfigError, match=r"of 3 feature files are not whole: .* is missing, of \d+; continue"):
-            store_of(features_config(root, "killed")).check()
+    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments(root, "killed")], cwd=REPOSITORY,
+                            env=ENVIRONMENT | {"FOLDER": str(root / "killed" / "train")}, capture_output=True,
+                            text=True, check=False)
+    said = [line for line in killed.stdout.splitlines() if line.startswith("-")]
+    assert said == [f"{-signal.SIGKILL} 0", f"{-signal.SIGKILL} 1"], killed.stderr
+    with pytest.raises(ConfigError, match=r"of 3 feature files are not whole: .* is missing, of \d+; continue"):
+        store_of(features_config(root, "killed")).check()
     make_features(features_config(root, "killed"), PartialState(cpu=True))
     assert contents(root / "killed") == contents(made)
 
@@ -310,10 +317,19 @@ def test_what_fails_while_features_are_computed_is_not_called_a_full_disk(root):
         store.fill(fail, PartialState(cpu=True), alone=True)
 
 
-def test_a_disk_that_takes_no_new_file_is_one_line(root, monkeypatch):
+def test_a_disk_that_takes_no_new_file_or_knows_no_locks_is_one_line(root, monkeypatch):
     config = features_config(root, "no-file")
-    store_of(config).begin()
+    store = store_of(config)
+    store.begin()
+
+    def no_locks(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
     touch = Path.touch
-    monkeypatch.setattr(Path, "touch", lambda path: touch(path.parent / "none" / path.name))
-    with pytest.raises(ConfigError, match=r"cannot write .*shard-00000.bin: No such file or directory; .*GiB are"):
-        make_features(config, PartialState(cpu=True))
+    for where, name, instead, reason in (
+            (Path, "touch", lambda path: touch(path.parent / "none" / path.name), "No such file or directory"),
+            (fcntl, "flock", no_locks, "No locks available")):
+        with monkeypatch.context() as patched:
+            patched.setattr(where, name, instead)
+            with pytest.raises(ConfigError, match=rf"cannot write .*shard-00000.bin: {reason}; .*GiB are"):
+                store.fill(None, PartialState(cpu=True), alone=True)
