@@ -17,8 +17,9 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.logger import init_logger
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
-from specvocab_model.export import DRAFT_FILE, PROVENANCE_FILE, SPECULATOR_FOLDER, load_checkpoint
+from specvocab_model.export import DRAFT_FILE, PROVENANCE_FILE, load_checkpoint
 from specvocab_model.serving.sharded_head import ShardedHead
+from specvocab_model.speculator_files import SPECULATOR_FOLDER
 
 logger = init_logger(__name__)
 

@@ -6,6 +6,7 @@ from vllm import ModelRegistry
 
 from specvocab_model.eagle3 import ARCHITECTURE
 
+ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")  # the second: what vLLM makes of speculators' layout
 DRAFT = "specvocab_model.serving.vllm_draft:SpecVocabLlamaForCausalLMEagle3"
 
 
@@ -14,4 +15,5 @@ def register() -> None:
 
     By name, because vLLM imports models only when it has chosen a device. May be called any number of times.
     """
-    ModelRegistry.register_model(ARCHITECTURE, DRAFT)
+    for architecture in ARCHITECTURES:
+        ModelRegistry.register_model(architecture, DRAFT)

@@ -1,0 +1,162 @@
+"""Is a checkpoint served as it was trained? Asks the engine that is installed here.
+
+    python scripts/serve_check.py CHECKPOINT --engine vllm [--target MODEL] [--question TEXT ...]
+
+First the checkpoint is read as for evaluation, and refused where an engine would serve it wrongly without a word. Then
+the engine's own loader reads it, and its draft's logits are compared with the trainer's on the same features of the
+target. At last the engine and our own decoder answer a few questions, and how many drafts each of them accepts is
+compared. Exit code 1, and the known causes, where something differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+
+from specvocab_model.chat_template import render
+from specvocab_model.cli import EXIT_CONFIG_ERROR
+from specvocab_model.config import DTYPES, ConfigError, TargetConfig
+from specvocab_model.decode import autoregressive_generate, place_draft
+from specvocab_model.export import COPY_AGAIN, PROVENANCE_FILE, load_checkpoint
+from specvocab_model.files import read_json
+from specvocab_model.serving.check import (
+    Agreement,
+    Served,
+    ServedDraft,
+    acceptance_problems,
+    compare_logits,
+    decode,
+    problems,
+)
+from specvocab_model.target import Target, load_spec
+
+QUESTIONS = (
+    "Write a short poem about the sea.",
+    "Explain to a child why the sky is blue.",
+    "A train leaves at 9:40 and takes 2 hours and 35 minutes. When does it arrive?",
+    "Write a Python function that tells whether a number is prime.",
+)
+EXIT_DIFFERENT = 1
+
+
+def _vllm(options: argparse.Namespace, target: str) -> ServedDraft:
+    if find_spec("vllm") is None:
+        raise ConfigError("--engine vllm needs vLLM in this environment: `pip install specvocab[vllm]`")
+    from specvocab_model.serving.vllm_check import VllmDraft
+
+    return VllmDraft(options.checkpoint, target, dtype=options.dtype, num_draft_tokens=options.num_draft_tokens,
+                     max_model_len=options.max_model_len)
+
+
+ENGINES: dict[str, Callable[[argparse.Namespace, str], ServedDraft]] = {"vllm": _vllm}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    try:
+        found = check(options)
+    except ConfigError as error:
+        parser.exit(EXIT_CONFIG_ERROR, f"error: {error}\n")
+    if found:
+        parser.exit(EXIT_DIFFERENT, "".join(f"! {line}\n" for line in found))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("checkpoint", type=Path, help="folder written by scripts/export.py or scripts/convert.py")
+    parser.add_argument("--engine", choices=ENGINES, required=True)
+    parser.add_argument("--target", help="hub id or folder; by default the one that specvocab.json names")
+    parser.add_argument("--dtype", choices=DTYPES, help="of target and draft; by default that of the checkpoint")
+    parser.add_argument("--question", action="append", help="to ask in the place of our own ones; may be repeated")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="longest answer")
+    parser.add_argument("--num-draft-tokens", type=int, default=5, help="length of a chain of drafts")
+    parser.add_argument("--max-model-len", type=int, default=2048, help="of the engine")
+    parser.add_argument("--logits-only", action="store_true", help="let the engine load the draft, but serve nothing")
+    return parser
+
+
+def check(options: argparse.Namespace) -> list[str]:
+    """Prints what is measured; returns what is wrong, one line each.
+
+    Raises:
+        ConfigError: the checkpoint cannot be served, or does not belong to the target.
+    """
+    record = read_json(options.checkpoint / PROVENANCE_FILE, COPY_AGAIN)
+    name = options.target or record["target"]["name"]
+    options.dtype = options.dtype or read_json(options.checkpoint / "config.json", COPY_AGAIN)["torch_dtype"]
+    target_config = TargetConfig(model=name, dtype=options.dtype)
+    model = load_checkpoint(options.checkpoint, load_spec(target_config))
+    target = Target.load(target_config, device="cuda" if torch.cuda.is_available() else "cpu",
+                         feature_layers=model.architecture.feature_layers)
+    place_draft(model, target)
+    prompts = encode(target, options)
+    answer = autoregressive_generate(target, torch.tensor([prompts[0]], device=target.device),
+                                     max_new_tokens=options.max_new_tokens).sequences
+    served = ENGINES[options.engine](options, name)
+    print(f"{options.checkpoint} in {served.name} with {name} ({options.dtype})")
+    agreement = compare_logits(served, model, target, torch.tensor([prompts[0] + answer], device=target.device))
+    print(describe(agreement))
+    found = problems(served, model, target.spec, record.get("config"), agreement)
+    if options.logits_only:
+        return found
+    engine = served.serve(prompts, options.max_new_tokens)
+    own = decode(target, model, agreement.head, prompts, max_new_tokens=options.max_new_tokens,
+                 num_draft_tokens=options.num_draft_tokens)
+    print(compare(served.name, engine, own))
+    evaluation = record.get("evaluation")
+    return found + acceptance_problems(engine, own, evaluation and max(evaluation["tau"].values()))
+
+
+def encode(target: Target, options: argparse.Namespace) -> list[list[int]]:
+    """The questions as ids.
+
+    Raises:
+        ConfigError: one does not fit into the engine's context with its answer, or the chat template refuses it.
+    """
+    prompts = []
+    for question in options.question or QUESTIONS:
+        try:
+            ids = list(render(target.tokenizer, [{"role": "user", "content": question}]))
+        except ValueError as error:
+            raise ConfigError(f"{question!r} cannot be put to {target.spec.name}: {error}") from error
+        options.max_model_len = min(options.max_model_len, target.spec.max_position_embeddings)
+        if len(ids) + options.max_new_tokens > options.max_model_len:
+            raise ConfigError(f"a question of {len(ids)} tokens and {options.max_new_tokens} of its answer do not fit "
+                              f"into {options.max_model_len} positions; lower --max-new-tokens or raise "
+                              "--max-model-len")
+        prompts.append(ids)
+    return prompts
+
+
+def describe(agreement: Agreement) -> str:
+    """``agreement`` for a person."""
+    verdict = "equal within rounding" if agreement.equal else "DIFFERENT"
+    lines = [f"logits      {verdict}: {agreement.engine_error:.1e} off the draft in a wider type (root mean square, "
+             f"relative), the trainer's {agreement.rounding_error:.1e}"]
+    if agreement.head == "speculative":
+        lines.append(f"candidates  {agreement.engine_candidates:.2%} are those of the wider type, of the trainer's "
+                     f"{agreement.rounding_candidates:.2%}")
+    return "\n".join(lines)
+
+
+def compare(name: str, engine: Served, own: Served) -> str:
+    """Acceptance, for a person."""
+    same = sum(ours == theirs for ours, theirs in zip_longest(own.answers, engine.answers))
+    lines = [f"answers     {same} of {len(own.answers)} are our own decoder's, token for token"]
+    for who, counts in ((name, engine), ("our own decoder", own)):
+        shares = " ".join(f"{kept / max(1, counts.num_rounds):.2f}" for kept in counts.accepted_per_position)
+        lines.append(f"{who:18}{counts.accepted:.3f} drafts accepted in each of {counts.num_rounds} rounds; by "
+                     f"position {shares}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
