@@ -3,8 +3,9 @@
     python scripts/bench_features.py --folder /nvme/somewhere --gib 8
 
 Nothing is computed: the same numbers are written for every document of chat-like lengths. Both ways end with ``fsync``;
-before anything is read, the kernel is told to forget the files. Rounds alternate, and medians are printed, because
-other users of a disk change its speed. A ratio of 1 is the disk's own speed.
+before anything is read, the kernel is told to forget the files. Medians are printed, and another way comes first in
+each round, because other users of a disk, and what a virtual one allows for at once, change its speed. A ratio of 1 is
+the disk's own speed.
 """
 
 from __future__ import annotations
@@ -90,35 +91,35 @@ def seconds(action: Callable[[], None]) -> float:
 
 
 def measure(folder: Path, num_bytes: int, hidden_size: int, repeats: int) -> dict[str, float]:
-    """GB/s of each way, and the features' speed over the plain one; medians over ``repeats`` rounds."""
+    """GB/s of each way, the median over ``repeats`` rounds, and the features' over the plain one."""
     plain, store = folder / "plain", store_of(folder / "features", num_bytes, hidden_size)
     numbers = torch.randn(TOKENS_AT_ONCE + SEQ_LEN, 4 * hidden_size).bfloat16()
     size = store.num_tokens * store.bytes_per_token
     in_order = np.arange(len(store.first_token) - 1)
     shuffled = np.random.default_rng(1).permutation(in_order)
-    taken: dict[str, list[float]] = {}
-    for _ in range(repeats):
+    writes: dict[str, Callable[[], None]] = {
+        "plain write": lambda: write_plain(plain, store, numbers),
+        "features write": lambda: write_features(store, numbers),
+    }
+    reads: dict[str, Callable[[], None]] = {
+        "plain read": lambda: read_plain(plain, store),
+        "features read in order": lambda: read_features(store, in_order),
+        "features read shuffled": lambda: read_features(store, shuffled),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in (*writes, *reads)}
+    for number in range(repeats):
         for path in (plain, store.folder):
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True)
-        rounds: dict[str, Callable[[], None]] = {
-            "plain write": lambda: write_plain(plain, store, numbers),
-            "features write": lambda: write_features(store, numbers),
-            "plain read": lambda: read_plain(plain, store),
-            "features read in order": lambda: read_features(store, in_order),
-            "features read shuffled": lambda: read_features(store, shuffled),
-        }
-        for name, action in rounds.items():
-            if "read" in name:
-                forget(plain)
-                forget(store.folder)
-            taken.setdefault(name, []).append(seconds(action))
+        for ways in (writes, reads):
+            for name in (*list(ways)[number % len(ways) :], *list(ways)[: number % len(ways)]):
+                for path in (plain, store.folder):
+                    forget(path)
+                taken[name].append(seconds(ways[name]))
     speeds = {name: size / median(times) / 1e9 for name, times in taken.items()}
-    for name in [name for name in taken if name.startswith("features")]:
-        plainly = f"plain {name.split()[1]}"
-        speeds[f"{name} / {plainly}"] = median(
-            there / here for there, here in zip(taken[plainly], taken[name], strict=True))
-    return {"GB": size / 1e9, **speeds}
+    ratios = {f"{name} / plain": speeds[name] / speeds[f"plain {name.split()[1]}"] for name in speeds
+              if name.startswith("features")}
+    return {"GB": size / 1e9, **speeds, **ratios}
 
 
 def main() -> None:
