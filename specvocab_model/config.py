@@ -31,6 +31,7 @@ QUANTIZATIONS = ("fp8", "int8")
 LOSSES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_hybrid")
 ENGINES = ("transformers", "vllm", "openai")
 LAYOUTS = ("eagle3", "speculators")
+RIVALS = ("full", "speculative", "static", "low_rank", "cluster", "in_context")
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3")
 
 _SET_IT = "choose an experiment (+experiment=NAME) or set it (key=value)"
@@ -416,6 +417,34 @@ class ExportConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class CompareConfig:
+    """The heads that scripts/compare_heads.py compares; no other command reads it. Sizes from V on are left out."""
+
+    heads: list[str] = field(default_factory=lambda: list(RIVALS))  # full is always there: others are judged by it
+    num_candidates: list[int] = field(default_factory=lambda: [1024, 4096])  # speculative, beside the exported number
+    ranks: list[int] | None = None  # speculative and low_rank, beside the trained one; null: half of that, if not 8-bit
+    static_sizes: list[int] = field(default_factory=lambda: [13000, 16000, 32000])  # of the target's head, pruned
+    corpus: str | None = None  # text whose frequencies prune it as well (FR-Spec); data.train_path's do (VocabTrim)
+    static_drafts: list[str] = field(default_factory=list)  # exported drafts that were trained with head=static
+    train_static: list[int] = field(default_factory=list)  # sizes of static heads to train first
+    shortlist_sizes: list[int] = field(default_factory=lambda: [2048])  # cluster and in_context
+    num_clusters: int = 256
+    num_states: int = 8192  # draft states of the training data that routers and lower ranks are fitted on
+    context: int = 512  # cached tokens of the round that κ is measured on
+    kappa: float | None = None  # κ of the target and engine that speed is predicted for; null: measured here
+
+    def __post_init__(self) -> None:
+        for kind in self.heads:
+            _one_of("compare.heads", kind, RIVALS)
+        for name in ("num_candidates", "static_sizes", "train_static", "shortlist_sizes", "ranks"):
+            for value in getattr(self, name) or []:
+                _at_least(f"compare.{name}", value, 1)
+        for name in ("num_clusters", "num_states", "context"):
+            _at_least(f"compare.{name}", getattr(self, name), 1)
+        _at_least("compare.kappa", self.kappa, 0)
+
+
+@dataclass(kw_only=True, slots=True)
 class SweepConfig:
     """The points that scripts/sweep.py trains; no other command reads it. Keys are those of overrides (optim.lr)."""
 
@@ -464,6 +493,7 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
@@ -490,7 +520,7 @@ NODES: dict[str, type] = {
     "target": TargetConfig, "draft": DraftConfig, "head": HeadConfig, "data": DataConfig,
     "generation": GenerationConfig, "trainer": TrainerConfig, "optim": OptimConfig,
     "distributed": DistributedConfig, "tracking": TrackingConfig, "eval": EvalConfig,
-    "export": ExportConfig, "sweep": SweepConfig,
+    "export": ExportConfig, "compare": CompareConfig, "sweep": SweepConfig,
 }
 
 

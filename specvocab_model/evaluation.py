@@ -122,10 +122,15 @@ class CandidateRecall:
         self.target_ids.append(target_logits[:num_judged].argmax(-1))
 
     @torch.inference_mode()
-    def count(self) -> None:
-        """Add what was remembered to the counts and forget it."""
+    def count(self) -> tuple[int, int, int]:
+        """Add what was remembered to the counts and forget it.
+
+        Returns:
+            What was added: judged positions, and those where the target's and the draft's token was a candidate.
+        """
         if not self.hidden:
-            return
+            return 0, 0, 0
+        before = self.num_positions, self.num_target_hits, self.num_draft_hits
         hidden, target_ids, remembered = torch.cat(self.hidden), torch.cat(self.target_ids), self.candidates
         self.hidden, self.target_ids, self.candidates = [], [], []
         for start in range(0, len(hidden), RECALL_ROWS):
@@ -134,6 +139,7 @@ class CandidateRecall:
             self.num_positions += len(rows)
             self.num_target_hits += int((candidates == ids[:, None]).any(-1).sum())
             self.num_draft_hits += int((candidates == self.full_head(rows).greedy_tokens()[:, None]).any(-1).sum())
+        return self.num_positions - before[0], self.num_target_hits - before[1], self.num_draft_hits - before[2]
 
     def to_dict(self) -> dict[str, float | int | None]:
         share = (lambda hits: hits / self.num_positions) if self.num_positions else (lambda hits: None)
@@ -150,6 +156,21 @@ class Variant:
 
     model: SpecVocabDraft
     head: Head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn of a prompt, decoded with one variant."""
+
+    variant: str
+    prompt: EvalPrompt
+    number: int
+    num_prompt_tokens: int
+    output: DecodeOutput
+    seconds: float
+    baseline_seconds: float  # of autoregressive decoding
+    recall: tuple[int, int, int] | None  # of ``CandidateRecall.count``
+    difference: Difference | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +209,7 @@ def evaluate(
     temperature: float = 0.0,
     seed: int = 0,
     show_progress: bool = True,
+    on_turn: Callable[[Turn], None] | None = None,
 ) -> Evaluation:
     """Decode every turn autoregressively and with every variant, one after the other.
 
@@ -199,6 +221,7 @@ def evaluate(
         prompts: at least one.
         max_new_tokens, num_draft_tokens, temperature: see ``decode.speculative_generate``.
         seed: of the sampled tokens, when the temperature is not 0.
+        on_turn: called when a variant has decoded a turn.
 
     Raises:
         ValueError: there are no prompts.
@@ -225,19 +248,22 @@ def evaluate(
             for turn in range(prompt.num_turns):
                 input_ids = _input_ids(target, prompt, answers)
                 timed = partial(_timed, input_ids=input_ids, seed=seed + number)
-                reference, seconds = timed(baseline)
-                evaluation.autoregressive.add(prompt.category, reference, seconds)
+                reference, baseline_seconds = timed(baseline)
+                evaluation.autoregressive.add(prompt.category, reference, baseline_seconds)
                 for name, decode in decoders.items():
                     measured = evaluation.variants[name]
                     output, seconds = timed(decode, **_observing(measured.recall))
                     measured.add(prompt.category, output, seconds)
-                    if measured.recall is not None:
-                        measured.recall.count()
+                    recalled = None if measured.recall is None else measured.recall.count()
+                    difference = None
                     if evaluation.greedy and output.sequences != reference.sequences:
                         position, gap = _first_difference(target, input_ids, reference.sequences, output.sequences)
-                        measured.differences.append(
-                            Difference(id=prompt.id, turn=turn, position=position, top2_gap=gap)
-                        )
+                        difference = Difference(id=prompt.id, turn=turn, position=position, top2_gap=gap)
+                        measured.differences.append(difference)
+                    if on_turn is not None:
+                        on_turn(Turn(variant=name, prompt=prompt, number=turn, num_prompt_tokens=input_ids.shape[1],
+                                     output=output, seconds=seconds, baseline_seconds=baseline_seconds,
+                                     recall=recalled, difference=difference))
                 answers.append(str(target.tokenizer.decode(reference.sequences, skip_special_tokens=True)))
                 progress.set_postfix({f"tau {name}": f"{m.tau:.2f}" for name, m in evaluation.variants.items()})
                 progress.update()

@@ -54,7 +54,8 @@ BEST_METRIC = "simulated_tau/candidates"  # of the validation data, to be large
 FREE_SETTINGS = (
     "action", "inspect", "run_name", "output_dir", "target.model", "target.chat_template_kwargs", "data.train_path",
     "data.validation_path", "data.features_path", "data.num_workers", "generation.", "tracking.", "eval.", "export.",
-    "sweep.", "distributed.", "trainer.micro_batch_size", "trainer.gradient_accumulation_steps", "trainer.resume",
+    "compare.", "sweep.", "distributed.", "trainer.micro_batch_size", "trainer.gradient_accumulation_steps",
+    "trainer.resume",
     "trainer.log_every", "trainer.validate_every", "trainer.save_every", "trainer.keep_", "trainer.loss_memory_mib",
     "trainer.skip_non_finite", "head.quantization",
 )

@@ -27,12 +27,18 @@ class Outcome:
     speed: float  # ρ, tokens per second in relation to the full head's
 
 
+def predicted_speed(tau_ratio: float, nu: float, kappa: float) -> float:
+    """``ρ = ρ_τ (1 + κ) / (1 + ν κ)``, tokens per second in relation to the full head's.
+
+    A round with the full head takes ``rest (1 + κ)``, one with another head ``rest (1 + ν κ)``, and the tokens that a
+    round gives are in the relation ``ρ_τ``.
+    """
+    return tau_ratio * (1 + kappa) / (1 + nu * kappa)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """What heads cost on a device.
-
-    The predicted speed is ``ρ = ρ_τ (1 + κ) / (1 + ν κ)``: a round with the full head takes ``rest (1 + κ)``, one with
-    another head ``rest (1 + ν κ)``, and the tokens that a round gives are in the relation ``ρ_τ``.
 
     Args:
         full: seconds of the full head for one draft step.
@@ -45,7 +51,7 @@ class Costs:
     of_choice: Callable[[Choice], float]
 
     def speed(self, tau_ratio: float, seconds: float) -> float:
-        return tau_ratio * (1 + self.kappa) / (1 + seconds / self.full * self.kappa)
+        return predicted_speed(tau_ratio, seconds / self.full, self.kappa)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
