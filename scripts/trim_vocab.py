@@ -11,8 +11,9 @@ are read in pieces. Every --data is a domain; --split-by makes one of each value
 The size k maximises U(k) = α C(k) + (1 - α) R(k) where each domain keeps its --min-coverage: C(k) is the share of the
 tokens that the k most frequent make up (special and end tokens are always kept), R(k) = 1 - F(k) / F(V) what they save
 of a draft step's --cost F: its FLOPs, the bytes it reads, or its time on this device. Every size of the grid is tried
-(exact), and Optuna's TPE is run beside it. Written to --output: trim_vocab.json, trim_vocab.html, and d2t and t2d as
-engines read them, vocab_map.safetensors. An exported draft CHECKPOINT gives the draft's shape; else it is EAGLE-3's.
+(exact), and Optuna's TPE is run beside it. Written to --output: trim_vocab.json and .html; the tokens that are kept, as
+d2t and t2d (vocab_map.safetensors) and as SGLang's --speculative-token-map (token_map.pt); and of an exported draft
+CHECKPOINT the same draft with its head cut down to them (pruned/).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import argparse
 import html
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,10 @@ from safetensors.torch import save_file
 from data_gen.token_counts import count_tokens
 from specvocab_model.cli import EXIT_CONFIG_ERROR
 from specvocab_model.config import DTYPES, ConfigError, DraftConfig, TargetConfig
-from specvocab_model.draft import DraftArchitecture
-from specvocab_model.export import load_checkpoint
-from specvocab_model.target import TORCH_DTYPES, load_spec_and_tokenizer
+from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
+from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
+from specvocab_model.heads.static import prune, write_token_map
+from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec_and_tokenizer
 from specvocab_model.tuning.flops import DraftFlops, draft_bytes
 from specvocab_model.tuning.latency import draft_seconds
 from specvocab_model.tuning.trim import TrimChoice, TrimProblem, build_problem, exact, pareto_front, pool, tpe
@@ -66,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("checkpoint", nargs="?", help="folder of an exported draft")
+    parser.add_argument("checkpoint", nargs="?", help="folder of an exported draft that has the whole vocabulary")
     parser.add_argument("--target", required=True, help="hub id or folder")
     parser.add_argument("--gguf-file", help="GGUF file in that folder")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="the target's type, and the stored head's")
@@ -122,9 +124,9 @@ def trim(options: argparse.Namespace) -> None:
     """
     if find_spec("optuna") is None:
         raise ConfigError("the search needs optuna: pip install 'specvocab[tune]'")
-    spec, tokenizer = load_spec_and_tokenizer(
-        TargetConfig(model=options.target, gguf_file=options.gguf_file, dtype=options.dtype))
-    model = None if options.checkpoint is None else load_checkpoint(options.checkpoint, spec)
+    target_config = TargetConfig(model=options.target, gguf_file=options.gguf_file, dtype=options.dtype)
+    spec, tokenizer = load_spec_and_tokenizer(target_config)
+    model = None if options.checkpoint is None else load_draft(Path(options.checkpoint), spec)
     architecture = DraftArchitecture.from_target(spec, DraftConfig()) if model is None else model.architecture
     counts: dict[str, np.ndarray] = {}
     for name, path in options.data:
@@ -143,7 +145,26 @@ def trim(options: argparse.Namespace) -> None:
         "size": len(vocab), "domains": studies,
     }
     print(report_text(result))
-    write(Path(options.output), result, vocab)
+    output = Path(options.output)
+    write(output, result, vocab)
+    if model is not None:
+        rows = model.lm_head_weight(Target.load(target_config, device="cpu", decoder=False))
+        provenance = replace(Provenance.read(options.checkpoint), candidate_recall=None, tuning=None)
+        prune(model, rows, vocab)
+        save_checkpoint(output / "pruned", model, spec, provenance, dtype=TORCH_DTYPES[options.dtype])
+        print(f"the draft with these tokens alone: {output / 'pruned'}")
+
+
+def load_draft(folder: Path, spec: TargetSpec) -> SpecVocabDraft:
+    """
+    Raises:
+        ConfigError: it is not one for this target, or has a reduced head already.
+    """
+    model = load_checkpoint(folder, spec)
+    if model.own_head is not None and not model.own_head.is_full:
+        raise ConfigError(f"{folder} has {len(model.own_head.ids)} of the target's tokens already; give a draft of the "
+                          "whole vocabulary")
+    return model
 
 
 def cost_of(kind: str, architecture: DraftArchitecture, options: argparse.Namespace) -> Cost:
@@ -263,7 +284,9 @@ def write(output: Path, result: dict[str, Any], vocab: VocabMap) -> None:
     (output / "trim_vocab.json").write_text(json.dumps(result, indent=2) + "\n")
     (output / "trim_vocab.html").write_text(report_page(result))
     save_file({"d2t": vocab.d2t, "t2d": vocab.t2d}, output / "vocab_map.safetensors")
-    print(f"{len(vocab)} tokens kept; written to {output}: trim_vocab.json, trim_vocab.html, vocab_map.safetensors")
+    write_token_map(output / "token_map.pt", vocab)
+    print(f"{len(vocab)} tokens kept; written to {output}: trim_vocab.json, trim_vocab.html, vocab_map.safetensors, "
+          "token_map.pt")
 
 
 def device_name(options: argparse.Namespace) -> str:

@@ -20,7 +20,7 @@ from specvocab_model.draft_states import DraftStates
 from specvocab_model.evaluation import Variant
 from specvocab_model.export import DRAFT_FILE, load_checkpoint
 from specvocab_model.files import sha256
-from specvocab_model.heads import ClusterRouter, LowRankHead, SpeculativeHead, build_head
+from specvocab_model.heads import ClusterRouter, Head, LowRankHead, SpeculativeHead, StaticHead, build_head
 from specvocab_model.speculator import VocabSpeculator, build_selection
 from specvocab_model.target import Target, TargetSpec
 from specvocab_model.tuning.choices import LowerRanks
@@ -49,6 +49,13 @@ def list_rivals(
     Raises:
         ConfigError: a head needs a speculator that the draft does not have, or data that are not there.
     """
+    own = model.own_head
+    if own is not None and not own.is_full:
+        raise ConfigError(f"the draft has {len(own.ids)} tokens, so it cannot be tried with other heads; compare one of "
+                          "the whole vocabulary, and name this one in compare.static_drafts")
+    if own is not None and (wrong := sorted({"cluster", "in_context"} & set(config.heads))):
+        raise ConfigError(f"the draft has an output embedding of its own, and {', '.join(wrong)} read the target's; "
+                          "leave them out of compare.heads")
     rivals = [Rival(name="full", kind="full")]
     if {"speculative", "low_rank"} & set(config.heads):
         rivals += _speculated(config, model, answers)
@@ -160,21 +167,25 @@ class Builder:
 
     def variant(self, rival: Rival) -> Variant:
         """Draft and head, to be decoded with."""
-        options, target, model = rival.options, self.target, self.model
+        target, model = self.target, self.model
         if rival.kind == "trained":
             own = place_draft(load_checkpoint(rival.folder, target.spec), target)
             return Variant(model=own, head=build_head("static", target, own))
+        return Variant(model=model, head=self.head(rival))
+
+    def head(self, rival: Rival) -> Head:
+        target, model, options = self.target, self.model, rival.options
+        rows = model.lm_head_weight(target)
         if rival.kind == "speculative":
-            return Variant(model=model, head=SpeculativeHead(target, self.speculator(**options)))
+            return SpeculativeHead(target, self.speculator(**options), rows)
         if rival.kind == "low_rank":
-            return Variant(model=model, head=LowRankHead(target, self.speculator(**options)))
-        of_kind: dict[str, Callable[[], dict[str, Any]]] = {
-            "full": dict,
-            "static": lambda: {"vocab": self.vocabularies(rival)},
-            "cluster": lambda: {"router": self.router, "size": options["size"]},
-            "in_context": lambda: {"size": options["size"], "always_keep": self.vocabularies.always_keep},
-        }
-        return Variant(model=model, head=build_head(rival.kind, target, model, **of_kind[rival.kind]()))
+            return LowRankHead(target, self.speculator(**options))
+        if rival.kind == "static":
+            vocab = self.vocabularies(rival)
+            return StaticHead(target, vocab, rows[vocab.ids.to(rows.device)])
+        if rival.kind == "cluster":
+            return build_head("cluster", target, model, router=self.router, size=options["size"])
+        return build_head(rival.kind, target, model, **options)
 
     def speculator(self, rank: int, num_candidates: int | None = None, **fitted: Any) -> VocabSpeculator:
         """The draft's own, with another rank or number of candidates; ``fitted`` only identifies it."""

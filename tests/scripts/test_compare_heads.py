@@ -155,6 +155,22 @@ def test_kappa_of_an_engine_may_be_given(result, settings):
         assert head["predicted_speed"] == head["tau_ratio"]
 
 
+def test_a_static_head_with_a_draft_of_its_own_takes_part(settings, target, tmp_path):
+    head = HeadConfig(type="static", draft_vocab_size=80)
+    own = SpecVocabDraft.build(target.spec, DraftConfig(num_unroll_steps=2), head)
+    save_checkpoint(tmp_path / "own", own, target.spec, Provenance(), dtype=torch.float32)
+    config = replace(settings, output_dir=str(tmp_path), eval=replace(settings.eval, num_prompts=1, max_new_tokens=6),
+                     compare=CompareConfig(heads=[], static_drafts=[str(tmp_path / "own")], shortlist_sizes=[]))
+    (tmp_path / "export").symlink_to(Path(settings.output_dir, "export"))
+    heads = compare_heads.run(config)["heads"]
+    assert list(heads) == ["full", "static 80 trained"]
+    assert heads["static 80 trained"]["size"] == 80 and heads["static 80 trained"]["differing_turns"] == 0
+    (tmp_path / "export").unlink()
+    (tmp_path / "export").symlink_to(tmp_path / "own")
+    with pytest.raises(ConfigError, match=r"has 80 tokens, .* name this one in compare\.static_drafts"):
+        compare_heads.run(config)
+
+
 @pytest.mark.parametrize("change, message", [
     ({"ranks": [48]}, "goes above the draft's trained rank 24; leave out 48"),
     ({"static_drafts": ["EXPORT"]}, "has no static head of its own"),

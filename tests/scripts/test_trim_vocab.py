@@ -13,6 +13,11 @@ from safetensors.torch import load_file
 
 from data_gen.token_counts import count_tokens
 from scripts import trim_vocab
+from specvocab_model.config import DraftConfig, HeadConfig
+from specvocab_model.decode import place_draft
+from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
+from specvocab_model.heads import build_head
 from specvocab_model.target import Target
 from specvocab_model.tuning.trim import covered, keeping_order
 from specvocab_model.vocab import VocabMap, special_ids
@@ -120,6 +125,28 @@ def test_a_size_may_be_given(arguments, target, tmp_path):
     assert set(tensors["t2d"].nonzero()[:, 0].tolist()) == set(order[:20].tolist())
     assert covered(counts.numpy(), order, torch.tensor([V]).numpy())[0] == 1
     assert run([*arguments, "--size", str(V + 5)], tmp_path)["size"] == V
+
+
+def test_the_pruned_checkpoint_says_what_the_full_head_says_of_its_tokens(arguments, target, tmp_path, capsys):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = SpecVocabDraft.build(target.spec, DraftConfig(), HeadConfig(rank=6, num_candidates=20))
+    provenance = Provenance(step=3, tuning={"head": "of the speculator"})
+    checkpoint = save_checkpoint(tmp_path / "export", model, target.spec, provenance, dtype=torch.float32)
+    run([*arguments, str(checkpoint), "--size", "40"], tmp_path)
+    pruned = load_checkpoint(tmp_path / "trimmed/pruned", target.spec)
+    kept = load_file(tmp_path / "trimmed/vocab_map.safetensors")["t2d"].nonzero()[:, 0]
+    assert torch.equal(pruned.own_head.vocab.ids, kept) and len(kept) == 40 and pruned.speculator is None
+    assert torch.load(tmp_path / "trimmed/token_map.pt") == kept.tolist()
+    torch.testing.assert_close(dict(pruned.draft.state_dict()), dict(model.draft.state_dict()), rtol=0, atol=0)
+    hidden = torch.randn(3, 48, generator=torch.Generator().manual_seed(0))
+    place_draft(pruned, target)
+    output = build_head("static", target, pruned)(hidden)
+    torch.testing.assert_close(output.logits, build_head("full", target, model)(hidden).logits[:, kept])
+    assert Provenance.read(tmp_path / "trimmed/pruned") == Provenance(step=3)
+
+    again = refused([*arguments, str(tmp_path / "trimmed/pruned")], capsys)
+    assert "has 40 of the target's tokens already; give a draft of the whole vocabulary" in again
 
 
 @pytest.mark.parametrize("change, message", [
