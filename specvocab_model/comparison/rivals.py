@@ -51,8 +51,8 @@ def list_rivals(
     """
     own = model.own_head
     if own is not None and not own.is_full:
-        raise ConfigError(f"the draft has {len(own.ids)} tokens, so it cannot be tried with other heads; compare one of "
-                          "the whole vocabulary, and name this one in compare.static_drafts")
+        raise ConfigError(f"the draft has {len(own.ids)} tokens, which no other head would fit; compare a draft of the "
+                          "whole vocabulary, and name this one in compare.static_drafts")
     if own is not None and (wrong := sorted({"cluster", "in_context"} & set(config.heads))):
         raise ConfigError(f"the draft has an output embedding of its own, and {', '.join(wrong)} read the target's; "
                           "leave them out of compare.heads")

@@ -17,6 +17,7 @@ def rows(name: str) -> list[dict]:
 
 TRAIN = [row["messages"][0]["content"] for row in rows("quickstart_prompts.jsonl")]
 EVALUATION = [row["turns"][0] for row in rows("quickstart_eval_prompts.jsonl")]
+RARE_TOKENS = [row["turns"][0] for row in rows("rare_token_prompts.jsonl")]
 
 
 def similarity(left: str, right: str) -> float:
@@ -30,7 +31,7 @@ def test_prompts_are_distinct_and_enough():
 
 
 def test_no_evaluation_prompt_is_close_to_a_training_prompt():
-    near = [(new, old) for new in EVALUATION for old in TRAIN if similarity(new, old) >= NEAR_DUPLICATE]
+    near = [(new, old) for new in EVALUATION + RARE_TOKENS for old in TRAIN if similarity(new, old) >= NEAR_DUPLICATE]
     assert near == []
     assert similarity("Why do cats purr?", "Why do cats purr at night?") >= NEAR_DUPLICATE  # the measure notices
 
