@@ -188,7 +188,7 @@ def search(
     """Every domain alone, and all of them with one vocabulary."""
     given = {name: least for name, least in options.min_coverage if name is not None}
     of_all = [least for name, least in options.min_coverage if name is None]
-    least = {name: given.get(name, of_all[-1] if of_all else 0.0) for name in (counts | given)}
+    least = {name: given.get(name, of_all[-1] if of_all else 0.0) for name in [*counts, *given]}
 
     def study(domains: Mapping[str, np.ndarray], min_coverage: Mapping[str, float]) -> Study:
         problem = build_problem(domains, cost, always_keep=always_keep, min_coverage=min_coverage, alpha=options.alpha,
@@ -209,7 +209,7 @@ def record_of(problem: TrimProblem, found: TrimChoice | None, domains: Mapping[s
     at = np.unique(np.geomspace(1, len(problem.sizes), CURVE_POINTS).astype(np.int64)) - 1
     return {
         "num_tokens": int(sum(of_domain.sum() for of_domain in domains.values())),
-        "num_distinct": int((sum(domains.values()) > 0).sum()),
+        "num_distinct": int(np.count_nonzero(np.sum(list(domains.values()), axis=0))),
         "min_coverage": dict(zip(problem.domains, problem.min_coverage.tolist(), strict=True)),
         "exact": asdict(best),
         "tpe": None if found is None else asdict(found),
