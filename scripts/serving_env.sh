@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Makes the environment that serves checkpoints on the CPU, beside the main one because engines pin other versions.
 #   bash scripts/serving_env.sh vllm      .venv-vllm: vLLM's CPU build and this package
+#   bash scripts/serving_env.sh sglang    .venv-sglang: SGLang's Python files, what they import, and this package
 # The official vLLM wheel's Python files lie beside it in .venv-vllm/official: with VLLM_TARGET_DEVICE=cpu on PYTHONPATH
 # its loader runs without a GPU, but not its kernels, which only the CPU build has for this processor.
+# SGLang has no CPU build: its models run in plain torch, with tests/serving/stubs in the place of its kernels' names.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,12 +21,36 @@ install_vllm() {
   pip install --no-deps --target "$VENV/official" --upgrade "vllm==$VLLM"
 }
 
+SGLANG=0.5.23
+# What SGLang requires, with its pins, but for kernels, drivers and audio, which its models on a CPU do not import. Its
+# torch is a CUDA build (6 GB), as torchvision, which it imports, fits no CPU build of torch on the package index.
+SGLANG_REQUIRES='
+import re
+from importlib.metadata import requires
+from packaging.requirements import Requirement
+
+GPU = "cuda|nvidia|nvshmem|flash|humming|quack|sgl-|sglang-|tilelang|tvm|memory.saver|kernels|audio|codec|grpc|recipe|tml"
+for requirement in map(Requirement, requires("sglang")):
+    applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    if applies and not re.search(GPU, requirement.name):
+        requirement.marker = None
+        print(requirement)
+'
+
+install_sglang() {
+  local requirements
+  pip install packaging
+  pip install --no-deps "sglang==$SGLANG"
+  mapfile -t requirements < <("$VENV/bin/python" -c "$SGLANG_REQUIRES")
+  pip install "${requirements[@]}" torchvision triton dill "${OURS[@]}"
+}
+
 pip() {
   nice -n 19 "$VENV/bin/python" -m pip --disable-pip-version-check "$1" --quiet "${@:2}"
 }
 
 ENGINE=${1:-}
-[[ $ENGINE == vllm ]] || fail "say which engine: bash scripts/serving_env.sh vllm"
+[[ $ENGINE == vllm || $ENGINE == sglang ]] || fail "say which engine: bash scripts/serving_env.sh vllm (or sglang)"
 VENV=$PWD/.venv-$ENGINE
 wanted="$(cksum <pyproject.toml) $(cksum <scripts/serving_env.sh) $PWD"
 if ! grep -qsxF "$wanted" "$VENV/specvocab-installed"; then

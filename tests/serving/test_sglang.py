@@ -1,0 +1,226 @@
+"""Gate B: SGLang's loader and model classes on a CPU give the logits of the trainer's draft. Run by test_serving.sh."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specvocab_model.attention import DraftCache
+from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
+from specvocab_model.decode import place_draft
+from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.eagle3 import ARCHITECTURE
+from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
+from specvocab_model.heads import build_head
+from specvocab_model.target import TORCH_DTYPES, Target, load_spec
+from tests.tiny import random_model, save_target, tile_candidates, tiny_config, tiny_target_config
+
+pytest.importorskip("sglang", reason="needs the environment of scripts/serving_env.sh sglang")
+from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, load_plugins_by_group
+from sglang.srt.utils.network import get_free_port
+
+from specvocab_model.serving.sglang_check import SGLangDraft
+from specvocab_model.serving.sglang_draft import SpecVocabLlamaForCausalLMEagle3
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+TEXT = torch.randint(0, 256, (1, 90), generator=torch.Generator().manual_seed(0))  # longer than LLAMA3's original
+DRAFTS = [17, 101, 250]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A target and a draft for it."""
+
+    kind: str = "llama"
+    target: dict[str, Any] | None = None  # of the target's configuration
+    draft: dict[str, Any] | None = None
+    head: dict[str, Any] | None = None
+    dtype: str = "float32"
+
+
+SPECULATIVE = {"num_candidates": 40}
+FULL = {"type": "full"}
+CASES = {
+    "tied": Case(),
+    "untied": Case(kind="qwen3"),
+    "full": Case(head=FULL),
+    "feature layers": Case(draft={"feature_layers": [1, 3, 7]}),
+    "llama3": Case(target={"rope_parameters": LLAMA3}),
+    "yarn": Case(target={"rope_parameters": YARN}, head=FULL),
+    "other heads than the target": Case(draft={"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10}),
+    "exact selection": Case(head={"selection": "exact", "num_candidates": 30}),
+    "int8": Case(head={**SPECULATIVE, "quantization": "int8"}),
+    "bfloat16": Case(kind="qwen3", dtype="bfloat16"),
+    "bfloat16 full": Case(kind="qwen3", dtype="bfloat16", head=FULL),
+}
+
+
+def write(case: Case, folder: Path) -> tuple[Path, Path]:
+    """Folders of the target and of a checkpoint whose every weight matters."""
+    config = tiny_config(case.kind)
+    for name, value in (case.target or {}).items():
+        setattr(config, name, value)
+    target = save_target(random_model(config).to(TORCH_DTYPES[case.dtype]), folder / "target")
+    head = dict(SPECULATIVE if case.head is None else case.head)
+    quantization = head.pop("quantization", None)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        spec = load_spec(tiny_target_config(target, case.kind))
+        model = SpecVocabDraft.build(spec, DraftConfig(**(case.draft or {})), HeadConfig(**head))
+        for parameter in model.parameters():
+            parameter.data.normal_(mean=float(parameter.ndim == 1), std=0.2)
+    if quantization is not None:
+        model.speculator.quantize(quantization)
+    return target, save_checkpoint(folder / "export", model, spec, Provenance(), dtype=TORCH_DTYPES[case.dtype])
+
+
+def load_trainers(case: Case, target_folder: Path, checkpoint: Path) -> tuple[Target, SpecVocabDraft]:
+    config = tiny_target_config(target_folder, case.kind)
+    model = load_checkpoint(checkpoint, load_spec(config))
+    target = Target.load(config, device="cpu", dtype=TORCH_DTYPES[case.dtype],
+                         feature_layers=model.architecture.feature_layers)
+    return target, place_draft(model, target)
+
+
+@contextmanager
+def in_sglang(case: Case, target: Path, checkpoint: Path, **ranks: Any) -> Iterator[SGLangDraft]:
+    with SGLangDraft(checkpoint, str(target), dtype=case.dtype, num_draft_tokens=3, max_model_len=512, **ranks) as draft:
+        yield draft
+
+
+@torch.no_grad()
+def trained_chain(target: Target, model: SpecVocabDraft, head: str, features: Tensor, next_ids: Tensor) -> list[Tensor]:
+    """What ``SGLangDraft.chain`` gives, by the trainer's draft and head."""
+    cache, build, logits = DraftCache(), build_head(head, target, model), []
+    hidden, tokens, position = model.draft.fuse(features[None]), next_ids, 0
+    for step in range(len(DRAFTS) + 1):
+        positions = torch.arange(position, position + len(tokens))[None]
+        output = model.draft.forward_cached(hidden, target.embed(tokens)[None], positions, cache)
+        logits.append(build(model.draft.norm(output)[0]).dense_logits(target.spec.vocab_size))
+        hidden, position = output[:, -1:], position + len(tokens)
+        tokens = torch.tensor(DRAFTS[step : step + 1])
+    return logits
+
+
+def assert_same(actual: Tensor, expected: Tensor, dtype: str) -> None:
+    """Equal within the type's rounding; in bfloat16 some candidates at the edge may be others."""
+    common = actual.isfinite() & expected.isfinite()
+    either = actual.isfinite() | expected.isfinite()
+    error = (actual - expected)[common].square().mean().sqrt() / expected[common].square().mean().sqrt()
+    assert actual.shape == expected.shape
+    assert common.sum() >= (1.0 if dtype == "float32" else 0.97) * either.sum()
+    assert error < (1e-5 if dtype == "float32" else 1e-2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_the_trainers(name: str, tmp_path: Path):
+    case = CASES[name]
+    folders = write(case, tmp_path)
+    target, model = load_trainers(case, *folders)
+    output = target.forward(TEXT)
+    d = target.spec.hidden_size
+    parts = output.features[0].float().split(d, dim=-1)
+    assert all((a - b).abs().mean() > 0.1 for a, b in zip(parts, parts[1:], strict=False))  # layers that differ
+    with in_sglang(case, *folders) as served:
+        features, target_logits = served.target_output(TEXT[0])
+        assert served.feature_layers == model.architecture.feature_layers
+        assert_same(features.float(), output.features[0].float(), case.dtype)
+        assert_same(target_logits, target.logits(output.final_hidden[0]), case.dtype)
+        chain = served.chain(output.features[0, :-1], TEXT[0, 1:], DRAFTS)
+    head = "full" if model.speculator is None else "speculative"
+    for actual, expected in zip(
+        chain, trained_chain(target, model, head, output.features[0, :-1], TEXT[0, 1:]), strict=True
+    ):
+        assert_same(actual, expected, case.dtype)
+        if head == "speculative":
+            assert (actual.isfinite().sum(-1) == model.speculator.num_candidates).all()
+
+
+def test_without_the_plugin_the_checkpoint_has_the_full_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    case = Case()
+    folders = write(case, tmp_path)
+    target, model = load_trainers(case, *folders)
+    features = target.forward(TEXT).features[0, :-1]
+    with in_sglang(case, *folders) as served:
+        assert type(served.draft) is SpecVocabLlamaForCausalLMEagle3
+    monkeypatch.setitem(ModelRegistry.models, ARCHITECTURE, LlamaForCausalLMEagle3)
+    with in_sglang(case, *folders) as served:
+        chain = served.chain(features, TEXT[0, 1:], DRAFTS)
+    for actual, expected in zip(chain, trained_chain(target, model, "full", features, TEXT[0, 1:]), strict=True):
+        assert_same(actual, expected, case.dtype)
+
+
+def test_the_plugin_is_found_and_can_be_left_out(monkeypatch: pytest.MonkeyPatch):
+    assert "specvocab" in load_plugins_by_group(GENERAL_PLUGINS_GROUP)
+    monkeypatch.setenv("SGLANG_PLUGINS", "none")
+    assert load_plugins_by_group(GENERAL_PLUGINS_GROUP) == {}
+
+
+def test_layers_counted_the_wrong_way_are_seen(tmp_path: Path):
+    case = Case()
+    target, checkpoint = write(case, tmp_path)
+    trained, model = load_trainers(case, target, checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = config["eagle_aux_hidden_state_layer_ids"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="contradicts itself"):
+        load_checkpoint(checkpoint)
+    (checkpoint / "vocabulary_speculator").rename(tmp_path / "elsewhere")  # our own loader would refuse
+    with in_sglang(case, target, checkpoint) as served:
+        assert served.feature_layers == tuple(layer + 1 for layer in model.architecture.feature_layers)
+        features = served.target_output(TEXT[0])[0]
+    assert (features - trained.forward(TEXT).features[0]).abs().mean() > 0.1
+
+
+def test_a_damaged_speculator_stops_the_engine(tmp_path: Path):
+    case = Case()
+    target, checkpoint = write(case, tmp_path)
+    (checkpoint / "vocabulary_speculator/model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="damaged"), in_sglang(case, target, checkpoint):
+        pass
+
+
+def test_two_ranks_choose_candidates_each_and_gather_them(tmp_path: Path):
+    case = Case(kind="qwen3", head={"selection": "tile", "tile": 16, "keep": 2})
+    folders = write(case, tmp_path)
+    target, model = load_trainers(case, *folders)
+    features = target.forward(TEXT).features[0, :-1]
+    context, port = multiprocessing.get_context("spawn"), get_free_port()
+    processes = [context.Process(target=_rank, args=(rank, port, case, *folders, features)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    of_first, of_second = (torch.load(folders[1] / f"{rank}.pt") for rank in range(2))
+    assert torch.equal(of_first, of_second)
+    full = trained_chain(target, model, "full", features, TEXT[0, 1:])[0]
+    finite = of_first.isfinite()
+    torch.testing.assert_close(of_first[finite], full[finite], atol=1e-4, rtol=1e-4)
+
+    hidden = model.draft.forward_cached(
+        model.draft.fuse(features[None]), target.embed(TEXT[:, 1:]), torch.arange(len(features))[None], DraftCache())
+    scores = model.speculator(model.draft.norm(hidden)[0])
+    ranges = [range(160), range(160, 277)]  # SGLang pads 277 rows to 320
+    for row in (0, 40, 88):
+        expected = {ids[0] + i for ids in ranges
+                    for i in tile_candidates(scores[row, ids[0] : ids[-1] + 1].tolist(), -(-len(ids) // 16), 2)}
+        assert set(finite[row].nonzero().flatten().tolist()) == expected
+
+
+def _rank(rank: int, port: int, case: Case, target: Path, checkpoint: Path, features: Tensor) -> None:
+    with in_sglang(case, target, checkpoint, rank=rank, num_ranks=2, dist_port=port) as served:
+        torch.save(served.logits(features, TEXT[0, 1:]), checkpoint / f"{rank}.pt")
