@@ -1,4 +1,4 @@
-"""A checkpoint in the installed SGLang, for ``scripts/serve_check.py``: its loader and model classes, in this process."""
+"""A checkpoint in the installed SGLang, for ``scripts/serve_check.py``: its loader and models, in this process."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class SGLangDraft:
     @torch.no_grad()
     def _forward(self, model: Any, input_ids: Tensor, attention: _CausalAttention, features: Tensor | None = None,
                  start: int = 0) -> LogitsProcessorOutput:
-        """SGLang's forward of tokens at the positions from ``start`` on, scored at every one: a batch as of decoding."""
+        """SGLang's forward of tokens at the positions from ``start`` on, all scored as those of a decoded batch."""
         ids, length = input_ids.to(self.device), len(input_ids)
         positions = torch.arange(start, start + length, device=self.device)
         batch = ForwardBatch(
