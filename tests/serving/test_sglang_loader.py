@@ -62,8 +62,11 @@ CASES = {
     "other heads than the target": Case(draft={"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10}),
     "exact selection": Case(head={"selection": "exact", "num_candidates": 30}),
     "int8": Case(head={**SPECULATIVE, "quantization": "int8"}),
+    "own full head": Case(head={"type": "static", "draft_vocab_size": 277}),
+    "static": Case(kind="qwen3", head={"type": "static", "draft_vocab_size": 90}),
     "bfloat16": Case(kind="qwen3", dtype="bfloat16"),
     "bfloat16 full": Case(kind="qwen3", dtype="bfloat16", head=FULL),
+    "bfloat16 static": Case(dtype="bfloat16", head={"type": "static", "draft_vocab_size": 90}),
 }
 
 
@@ -81,6 +84,8 @@ def write(case: Case, folder: Path) -> tuple[Path, Path]:
         model = SpecVocabDraft.build(spec, DraftConfig(**(case.draft or {})), HeadConfig(**head))
         for parameter in model.parameters():
             parameter.data.normal_(mean=float(parameter.ndim == 1), std=0.2)
+        if model.own_head is not None:
+            model.own_head.ids.copy_(torch.randperm(spec.vocab_size)[: len(model.own_head.ids)].sort().values)
     if quantization is not None:
         model.speculator.quantize(quantization)
     return target, save_checkpoint(folder / "export", model, spec, Provenance(), dtype=TORCH_DTYPES[case.dtype])
