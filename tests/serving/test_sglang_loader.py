@@ -20,6 +20,7 @@ from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.eagle3 import ARCHITECTURE
 from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
 from specvocab_model.heads import build_head
+from specvocab_model.heads.static import OwnHead
 from specvocab_model.target import TORCH_DTYPES, Target, load_spec
 from tests.tiny import random_model, save_target, tile_candidates, tiny_config, tiny_target_config
 
@@ -47,6 +48,7 @@ class Case:
     target: dict[str, Any] | None = None  # of the target's configuration
     draft: dict[str, Any] | None = None
     head: dict[str, Any] | None = None
+    own_head: bool = False  # over the whole vocabulary, beside the speculator
     dtype: str = "float32"
 
 
@@ -63,6 +65,7 @@ CASES = {
     "exact selection": Case(head={"selection": "exact", "num_candidates": 30}),
     "int8": Case(head={**SPECULATIVE, "quantization": "int8"}),
     "own full head": Case(head={"type": "static", "draft_vocab_size": 277}),
+    "own full head with a speculator": Case(own_head=True),
     "static": Case(kind="qwen3", head={"type": "static", "draft_vocab_size": 90}),
     "bfloat16": Case(kind="qwen3", dtype="bfloat16"),
     "bfloat16 full": Case(kind="qwen3", dtype="bfloat16", head=FULL),
@@ -82,6 +85,8 @@ def write(case: Case, folder: Path) -> tuple[Path, Path]:
         torch.manual_seed(3)
         spec = load_spec(tiny_target_config(target, case.kind))
         model = SpecVocabDraft.build(spec, DraftConfig(**(case.draft or {})), HeadConfig(**head))
+        if case.own_head:
+            model.own_head = OwnHead.of_size(spec.hidden_size, spec.vocab_size, spec.vocab_size)
         for parameter in model.parameters():
             parameter.data.normal_(mean=float(parameter.ndim == 1), std=0.2)
         if model.own_head is not None:
