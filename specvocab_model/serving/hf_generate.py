@@ -15,6 +15,7 @@ logits tie), in distribution when sampled. Processors must be functions of text 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from transformers import (
     Cache,
     DynamicCache,
     GenerationConfig,
-    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -43,6 +43,9 @@ from specvocab_model.target import Target
 from specvocab_model.target_spec import LAYOUTS, TargetSpec, load_spec_and_tokenizer
 
 NUM_DRAFT_TOKENS = 7  # as eval.num_draft_tokens
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""transformers' ``LogitsProcessorList``: a text int64 [1, T] and logits [1, V] -> logits [1, V]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ class SpeculativeDecoding:
         model: PreTrainedModel,
         input_ids: Tensor,
         *,
-        logits_processor: LogitsProcessorList,
+        logits_processor: Processor,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         **model_kwargs: Any,
@@ -162,7 +165,8 @@ class SpeculativeDecoding:
     def _finish(self, text: _Text, config: GenerationConfig) -> GenerateDecoderOnlyOutput | Tensor:
         if self.streamer is not None:
             self.streamer.end()
-        return GenerateDecoderOnlyOutput(sequences=text.input_ids) if config.return_dict_in_generate else text.input_ids
+        sequences: Any = text.input_ids  # LongTensor, says transformers, which is no class of any tensor
+        return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +198,7 @@ def _config_of(model: PreTrainedModel) -> TargetConfig:
 class _Text:
     """The text so far, and how ``generate`` was asked to choose what follows it."""
 
-    def __init__(self, input_ids: Tensor, processor: LogitsProcessorList, do_sample: bool) -> None:
+    def __init__(self, input_ids: Tensor, processor: Processor, do_sample: bool) -> None:
         self.input_ids, self.processor, self.do_sample = input_ids, processor, do_sample
 
     def append(self, token_id: Tensor) -> None:
@@ -258,4 +262,5 @@ def generate(
     if folder not in checkpoints:
         checkpoints[folder] = _Checkpoint.read(folder, model)
     decode = SpeculativeDecoding._beside(model, checkpoints[folder], num_draft_tokens, streamer)
-    return model.generate(**arguments, custom_generate=decode)
+    call: Any = model.generate
+    return call(**arguments, custom_generate=decode)

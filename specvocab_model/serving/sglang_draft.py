@@ -19,7 +19,7 @@ from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.utils import cpu_has_amx_support
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig
 
 from specvocab_model.config import ConfigError
@@ -34,6 +34,7 @@ class SpecVocabLlamaForCausalLMEagle3(LlamaForCausalLMEagle3):
 
     def __init__(self, config: LlamaConfig, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
+        assert config.name_or_path is not None  # SGLang has read it from there
         folder = checkpoint_folder(config.name_or_path)
         if not (folder / SPECULATOR_FOLDER).is_dir():
             return
@@ -70,11 +71,11 @@ class SpeculatedVocabulary(QuantizeMethodBase):
     def __init__(self, head: ShardedHead) -> None:
         self.head = head
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x`` ``[N, d]`` -> fp32 logits of this rank's rows with SGLang's padding, −inf outside the candidates."""
         return self.head.dense_logits(x, lm_head_rows(layer), layer.num_embeddings_per_partition, torch.float32)
 
 
-def lm_head_rows(lm_head: nn.Module) -> Tensor:
+def lm_head_rows(lm_head: Any) -> Tensor:
     """This rank's rows without SGLang's padding; of the target's ``lm_head`` once it is shared."""
     return lm_head.weight[: lm_head.num_org_embeddings_per_partition]
