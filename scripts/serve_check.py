@@ -1,6 +1,6 @@
 """Is a checkpoint served as it was trained? Asks the engine that is installed here.
 
-    python scripts/serve_check.py CHECKPOINT --engine vllm [--target MODEL] [--question TEXT ...]
+    python scripts/serve_check.py CHECKPOINT --engine vllm|sglang [--target MODEL] [--question TEXT ...]
 
 First the checkpoint is read as for evaluation, and refused where an engine would serve it wrongly without a word. Then
 the engine's own loader reads it, and its draft's logits are compared with the trainer's on the same features of the
@@ -53,7 +53,16 @@ def _vllm(options: argparse.Namespace, target: str) -> ServedDraft:
                      max_model_len=options.max_model_len)
 
 
-ENGINES: dict[str, Callable[[argparse.Namespace, str], ServedDraft]] = {"vllm": _vllm}
+def _sglang(options: argparse.Namespace, target: str) -> ServedDraft:
+    if find_spec("sglang") is None:
+        raise ConfigError("--engine sglang needs SGLang in this environment: `pip install specvocab[sglang]`")
+    from specvocab_model.serving.sglang_check import SGLangDraft
+
+    return SGLangDraft(options.checkpoint, target, dtype=options.dtype, num_draft_tokens=options.num_draft_tokens,
+                       max_model_len=options.max_model_len)
+
+
+ENGINES: dict[str, Callable[[argparse.Namespace, str], ServedDraft]] = {"vllm": _vllm, "sglang": _sglang}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
