@@ -161,7 +161,7 @@ def forbidden_imports(package: str, source: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("folders", "extras"),
-    [((*PACKAGES.values(), ROOT / "scripts"), ("tune", "sweep", "vllm")), ((ROOT / "tests",), ("dev", "vllm"))],
+    [((*PACKAGES.values(), ROOT / "scripts"), ("tune", "sweep", "vllm", "sglang")), ((ROOT / "tests",), ("dev", "vllm", "sglang"))],
 )
 def test_what_is_imported_is_declared(folders: tuple[Path, ...], extras: tuple[str, ...]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -172,7 +172,7 @@ def test_what_is_imported_is_declared(folders: tuple[Path, ...], extras: tuple[s
     modules -= {*sys.stdlib_module_names, *OURS}
     owners = metadata.packages_distributions()
     assert "torch" in modules
-    # What is not installed here (vllm) must bear its distribution's own name.
+    # What is not installed here (vllm, sglang) must bear its distribution's own name.
     assert not {name for name in modules if not declared & {normalised(owner) for owner in owners.get(name, (name,))}}
 
 
