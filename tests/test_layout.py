@@ -161,7 +161,10 @@ def forbidden_imports(package: str, source: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("folders", "extras"),
-    [((*PACKAGES.values(), ROOT / "scripts"), ("tune", "sweep", "vllm", "sglang")), ((ROOT / "tests",), ("dev", "vllm", "sglang"))],
+    [
+        ((*PACKAGES.values(), ROOT / "scripts"), ("tune", "sweep", "vllm", "sglang")),
+        ((ROOT / "tests",), ("dev", "vllm", "sglang")),
+    ],
 )
 def test_what_is_imported_is_declared(folders: tuple[Path, ...], extras: tuple[str, ...]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
