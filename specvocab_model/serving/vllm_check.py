@@ -85,9 +85,9 @@ class VllmDraft:
         output, _ = draft(next_ids.to(weight.device), positions, hidden)
         return draft.compute_logits(output).float().to(features.device)
 
-    def serve(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float = 0.0) -> Served:
+    def serve(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Served:
         llm = LLM(disable_log_stats=False, **self._arguments)
-        parameters = SamplingParams(temperature=temperature, max_tokens=max_new_tokens, seed=0)
+        parameters = SamplingParams(temperature=0.0, max_tokens=max_new_tokens)
         outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], parameters, use_tqdm=False)
         counts = {metric.name: metric for metric in llm.get_metrics()}
         return Served(

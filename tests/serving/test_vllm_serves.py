@@ -29,10 +29,10 @@ def greedy(pair) -> list[list[int]]:
             for prompt in prompts(8)]
 
 
-def serve(pair: Pair, checkpoint: Path, temperature: float = 0.0, **arguments) -> Served:
+def serve(pair: Pair, checkpoint: Path, **arguments) -> Served:
     served = VllmDraft(checkpoint, str(pair.target_folder), dtype="float32", num_draft_tokens=DRAFT_TOKENS,
                        max_model_len=128, **arguments)
-    return served.serve(prompts(8), NEW_TOKENS, temperature)
+    return served.serve(prompts(8), NEW_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +80,9 @@ def test_two_ranks(pair, own, greedy, a_core_each):
 
 
 @pytest.mark.parametrize("own", ["speculative"], indirect=True)
-def test_sampled_drafts_of_two_ranks(pair, own, greedy, a_core_each):
-    """At a temperature near 0 drafts drawn from the dense logits and their verification are greedy ones."""
-    sampled = {"use_local_argmax_reduction": False, "draft_sample_method": "probabilistic"}
-    assert_same(serve(pair, pair.checkpoint, 1e-3, speculative=sampled, tensor_parallel_size=2), own, greedy)
+def test_logits_of_two_ranks(pair, own, greedy, a_core_each):
+    logits = {"use_local_argmax_reduction": False}
+    assert_same(serve(pair, pair.checkpoint, speculative=logits, tensor_parallel_size=2), own, greedy)
 
 
 def test_features_of_wrong_layers_cost_acceptance(pair, speculated, greedy, tmp_path):
