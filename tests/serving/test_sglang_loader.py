@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 from dataclasses import dataclass
@@ -73,8 +74,8 @@ CASES = {
 }
 
 
-def write(case: Case, folder: Path) -> tuple[Path, Path]:
-    """Folders of the target and of a checkpoint whose every weight matters."""
+def write(case: Case, folder: Path) -> tuple[tuple[Path, Path], SpecVocabDraft]:
+    """Folders of the target and of a checkpoint whose every weight matters, and the draft as it was before export."""
     config = tiny_config(case.kind)
     for name, value in (case.target or {}).items():
         setattr(config, name, value)
@@ -93,16 +94,19 @@ def write(case: Case, folder: Path) -> tuple[Path, Path]:
             model.own_head.ids.copy_(torch.randperm(spec.vocab_size)[: len(model.own_head.ids)].sort().values)
     if quantization is not None:
         model.speculator.quantize(quantization)
-    return target, save_checkpoint(folder / "export", model, spec, Provenance(), dtype=TORCH_DTYPES[case.dtype])
+    checkpoint = save_checkpoint(folder / "export", model, spec, Provenance(), dtype=TORCH_DTYPES[case.dtype])
+    return (target, checkpoint), model
 
 
-def load_trainers(case: Case, target_folder: Path, checkpoint: Path, dtype: str | None = None) -> Trainers:
-    """The same in the trainer, run in ``dtype`` or the case's."""
+def load_trainers(case: Case, target_folder: Path, model: SpecVocabDraft, dtype: str | None = None) -> Trainers:
+    """The target and the draft, not read from its export, rounded to the case's type and run in ``dtype`` or that."""
     config = tiny_target_config(target_folder, case.kind)
-    model = load_checkpoint(checkpoint, load_spec(config))
     target = Target.load(config, device="cpu", dtype=TORCH_DTYPES[dtype or case.dtype],
                          feature_layers=model.architecture.feature_layers)
-    return Trainers(target, place_draft(model, target))
+    rounded = copy.deepcopy(model)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.to(TORCH_DTYPES[case.dtype])
+    return Trainers(target, place_draft(rounded, target))
 
 
 @dataclass(frozen=True)
@@ -157,9 +161,9 @@ def error(actual: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_the_trainers(name: str, tmp_path: Path):
     case = CASES[name]
-    folders = write(case, tmp_path)
-    trainers = load_trainers(case, *folders)
-    wide = None if case.dtype == "float32" else load_trainers(case, *folders, dtype="float32")
+    folders, written = write(case, tmp_path)
+    trainers = load_trainers(case, folders[0], written)
+    wide = None if case.dtype == "float32" else load_trainers(case, folders[0], written, dtype="float32")
     target, model = trainers.target, trainers.model
     output = target.forward(TEXT)
     features = output.features[0, :-1]
@@ -183,8 +187,8 @@ def test_logits_are_the_trainers(name: str, tmp_path: Path):
 
 def test_without_the_plugin_the_checkpoint_has_the_full_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     case = Case()
-    folders = write(case, tmp_path)
-    trainers = load_trainers(case, *folders)
+    folders, written = write(case, tmp_path)
+    trainers = load_trainers(case, folders[0], written)
     features = trainers.target.forward(TEXT).features[0, :-1]
     with in_sglang(case, *folders) as served:
         assert type(served.draft) is SpecVocabLlamaForCausalLMEagle3
@@ -203,8 +207,8 @@ def test_the_plugin_is_found_and_can_be_left_out(monkeypatch: pytest.MonkeyPatch
 
 def test_layers_counted_the_wrong_way_are_seen(tmp_path: Path):
     case = Case()
-    target, checkpoint = write(case, tmp_path)
-    trainers = load_trainers(case, target, checkpoint)
+    (target, checkpoint), written = write(case, tmp_path)
+    trainers = load_trainers(case, target, written)
     config = json.loads((checkpoint / "config.json").read_text())
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = config["eagle_aux_hidden_state_layer_ids"]
     (checkpoint / "config.json").write_text(json.dumps(config))
@@ -219,7 +223,7 @@ def test_layers_counted_the_wrong_way_are_seen(tmp_path: Path):
 
 def test_a_damaged_speculator_stops_the_engine(tmp_path: Path):
     case = Case()
-    target, checkpoint = write(case, tmp_path)
+    (target, checkpoint), _ = write(case, tmp_path)
     (checkpoint / "vocabulary_speculator/model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="damaged"), in_sglang(case, target, checkpoint):
         pass
@@ -229,8 +233,8 @@ def test_two_ranks_choose_candidates_each_and_gather_them(tmp_path: Path, monkey
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # the processors of each rank
     monkeypatch.setenv("SGLANG_NCCL_SO_PATH", "none")  # which needs GPUs; then SGLang takes gloo
     case = Case(kind="qwen3", head={"selection": "tile", "tile": 16, "keep": 2})
-    folders = write(case, tmp_path)
-    trainers = load_trainers(case, *folders)
+    folders, written = write(case, tmp_path)
+    trainers = load_trainers(case, folders[0], written)
     target, model = trainers.target, trainers.model
     features = target.forward(TEXT).features[0, :-1]
     context, port = multiprocessing.get_context("spawn"), get_free_port()
