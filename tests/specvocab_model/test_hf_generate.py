@@ -96,7 +96,7 @@ def test_drafts_are_accepted(model: PreTrainedModel, decode: SpeculativeDecoding
     {"max_new_tokens": 24, "no_repeat_ngram_size": 2, "prefix_allowed_tokens_fn": lambda *_: [*range(30)]},
     {"max_new_tokens": 24, "min_new_tokens": 9, "eos_token_id": FEW[:2], "prefix_allowed_tokens_fn": only_few},
     {"max_new_tokens": 24, "forced_eos_token_id": 258},
-], ids=str)
+], ids=lambda arguments: "-".join(arguments))
 def test_generation_config_is_followed(
     model: PreTrainedModel, decode: SpeculativeDecoding, arguments: dict[str, Any]
 ):
