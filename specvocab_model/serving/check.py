@@ -22,6 +22,7 @@ from specvocab_model.target import Target, TargetSpec, default_feature_layers
 SLACK = 2.0  # times the trainer's rounding that an engine's may be: it adds up and rounds in another order
 LEAST_ERROR = 1e-5  # of either, relative: where the trainer's own is next to nothing
 LEAST_LOSS = 0.02  # of candidates, as a share: with an 8-bit vocab_proj kernels round the other factor too
+FEW = 0.5  # accepted drafts a round; an untrained draft has next to none, a trained one at least 1
 LOST_ACCEPTANCE = 0.05  # share of our own decoder's accepted drafts that an engine may lose
 
 
@@ -187,7 +188,7 @@ def problems(
 
 
 def acceptance_problems(engine: Served, own: Served, recorded_tau: float | None) -> list[str]:
-    """What to look at where drafts are rejected, one line each; empty where the engine accepts what our decoder does.
+    """What to look at where drafts are rejected, one line each; empty where both decoders accept what can be expected.
 
     Args:
         recorded_tau: what ``scripts/evaluate.py`` measured on its own prompts, if it did.
@@ -198,6 +199,9 @@ def acceptance_problems(engine: Served, own: Served, recorded_tau: float | None)
                      "the same prompts: where logits agree, the engine feeds the draft something else than the "
                      "target's features (the algorithm must be eagle3, in vLLM \"method\": \"eagle3\"), or positions "
                      "beyond the draft's max_position_embeddings")
+    if own.accepted < FEW:
+        found.append(f"our own decoder accepts {own.accepted:.2f} drafts a round, too: the draft itself does not know "
+                     "such answers; it was trained on too little, on other chats, or for other feature layers")
     if recorded_tau is not None and own.accepted + 1 < (1 - LOST_ACCEPTANCE) * recorded_tau:
         found.append(f"our own decoder emits {own.accepted + 1:.2f} tokens a round here, and {recorded_tau:.2f} in the "
                      "evaluation that the checkpoint records: other prompts, or another chat template than in training")

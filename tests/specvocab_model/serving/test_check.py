@@ -142,3 +142,6 @@ def test_lost_acceptance_is_explained():
     assert "accepts 1.40 drafts a round, our own decoder 1.80" in line and '"method": "eagle3"' in line
     (line,) = acceptance_problems(own, own, 3.5)
     assert "2.80 tokens a round here, and 3.50 in the evaluation" in line
+    poor = replace(own, accepted_per_position=[30, 10, 0])
+    (line,) = acceptance_problems(poor, poor, None)
+    assert "our own decoder accepts 0.40 drafts a round, too" in line
