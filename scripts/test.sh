@@ -9,4 +9,4 @@ export HF_HUB_OFFLINE=1 # tests make their own models; one that asks the hub mus
 export TOKENIZERS_PARALLELISM=false
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest --numprocesses=2 --dist=loadfile "$@"
+"$PYTHON" -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"

@@ -28,6 +28,9 @@ transformers_logging.disable_progress_bar()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Whole files go to the workers in this order; a long one that comes last keeps one of them waiting.
+    long_files = {item.path for item in items if "slow" in item.keywords}
+    items.sort(key=lambda item: item.path not in long_files)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU; none is visible")

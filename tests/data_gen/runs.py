@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-from functools import cache
 from pathlib import Path
 
 from accelerate import PartialState
-from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
 
 from data_gen.main import generate
 from data_gen.stage import StageRunner
-from specvocab_model.config import CONFIG_DIR, Config, parse_config, register_schemas
+from specvocab_model.config import CONFIG_DIR
+from tests.composing import config_of
 from tests.tiny import TOKENIZER_LENGTH, tiny_target_folder
 
 REPOSITORY = Path(CONFIG_DIR).parent
@@ -63,24 +59,6 @@ def overrides(root: Path, name: str, *changes: str) -> list[str]:
     }
     settings |= dict(change.split("=", maxsplit=1) for change in changes)
     return [f"{key}={value}" for key, value in settings.items()]
-
-
-@cache
-def _composed(groups: tuple[str, ...]) -> DictConfig:
-    register_schemas()
-    with initialize_config_dir(CONFIG_DIR, version_base="1.3"):
-        return compose("config", overrides=list(groups))
-
-
-def config_of(arguments: list[str]) -> Config:
-    """What a command makes of these overrides. Values are set on what the groups have given: composing takes long."""
-    parsed = dict(zip(arguments, OverridesParser.create().parse_overrides(arguments), strict=True))
-    groups = tuple(argument for argument, each in parsed.items() if each.key_or_group in ("experiment", "generation"))
-    config = copy.deepcopy(_composed(groups))
-    for argument, each in parsed.items():
-        if argument not in groups:
-            OmegaConf.update(config, each.key_or_group, each.value(), force_add=each.is_add())
-    return parse_config(config)
 
 
 def run_here(arguments: list[str]) -> StageRunner:

@@ -154,7 +154,7 @@ def test_a_prompt_that_the_server_refuses_is_rejected_at_once(target, server, ex
 def test_no_more_requests_are_under_way_than_allowed(target, server, expected):
     with FaultyProxy(server) as proxy:
         assert run(engine_of(target, proxy.url, concurrency=3)) == expected
-        assert proxy.most_in_flight == 3
+        assert 1 < proxy.most_in_flight <= 3
 
 
 def test_servers_share_the_work_and_one_that_is_away_does_not_hold_it(target, server, expected):

@@ -42,7 +42,7 @@ def server(root):
 def arguments(root, name: str, url: str) -> list[str]:
     return overrides(root, name, *GREEDY, "generation.engine=openai", f"generation.base_urls=[{url}]",
                      f"generation.served_model={MODEL_NAME}", "generation.server_concurrency=3",
-                     "generation.server_timeout=2.0")
+                     "generation.server_timeout=1.0")
 
 
 @pytest.mark.slow

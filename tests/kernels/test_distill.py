@@ -129,7 +129,7 @@ def test_ranks_within_tiles_match(impl, num_tiles):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     steps=st.integers(1, 4),
     rows=st.integers(1, 20),

@@ -1,4 +1,4 @@
-"""train/main.py, writing collectives to $FOLDER/collectives-RANK, with a NaN in the gradient of rank 2 in step 2."""
+"""train/main.py, writing collectives to FOLDER/collectives-RANK, with a NaN in the gradient of rank 2 in step 2."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def poison_step_2(updater: Updater, micro_batch: int) -> None:
     updater.backward, updater.step = poisoned, counted
 
 
-if __name__ == "__main__":
+def counting(folder: str) -> None:
+    """The command, on a rank that is alone in its process."""
     rank = int(os.environ["RANK"])
-    file = open(os.path.join(os.environ["FOLDER"], f"collectives-{rank}"), "w", buffering=1)  # noqa: SIM115
+    file = open(os.path.join(folder, f"collectives-{rank}"), "w", buffering=1)  # noqa: SIM115
     for name in NAMES:
         record(name, file)
     if rank == 2:

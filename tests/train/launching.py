@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
+from accelerate.state import AcceleratorState
+
+from train.main import main as command
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300
@@ -89,3 +96,57 @@ def launch(folder: Path, arguments: list[str], command: list[str], **environ: st
     job = Job(folder, arguments, command, **environ)
     job.wait()
     return job
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Ranks that have ended: their exit codes, and what they printed, mixed."""
+
+    codes: list[int]
+    output: str
+
+
+def fork_ranks(folder: Path, arguments: list[str], ranks: int, main: Callable[[], None] = command) -> Ended:
+    """``main`` on every rank, in processes forked from this one, in which all is imported: a launcher's take long.
+
+    One test with each launcher shows that those work; what the ranks do is the same.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file, port = folder / f"forked-{free_port()}", str(free_port())
+    children = [os.fork() or _be_rank(rank, ranks, port, file, arguments, main) for rank in range(ranks)]
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        codes: dict[int, int] = {}
+        while len(codes) < ranks:
+            assert time.monotonic() < deadline, file.read_text()[-3000:]
+            time.sleep(0.02)
+            for child in (one for one in children if one not in codes):
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    codes[child] = os.waitstatus_to_exitcode(status)
+    finally:
+        for child in (one for one in children if one not in codes):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return Ended([codes[child] for child in children], file.read_text())
+
+
+def _be_rank(
+    rank: int, ranks: int, port: str, file: Path, arguments: list[str], main: Callable[[], None]
+) -> NoReturn:
+    code = 1
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        sys.stdout = sys.stderr = file.open("a", buffering=1)
+        sys.argv = ["train/main.py", *arguments]
+        AcceleratorState._reset_state(reset_partial_state=True)
+        main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+        print(stop.code)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 from data_gen.shards import Row, ShardWriter
-from specvocab_model.config import CONFIG_DIR, Config, parse_config, register_schemas
 from specvocab_model.target import load_spec
+from tests.composing import config_of
 from tests.tiny import EOS_IDS, tiny_target_config, tiny_target_folder
 from train.build import Run, build_run
 
@@ -94,12 +93,6 @@ def overrides(root: Path, run_name: str, *changes: str) -> list[str]:
         "eval.prompts": "unused.jsonl",
     }
     return [f"{key}={value}" for key, value in settings.items()] + list(changes)
-
-
-def config_of(arguments: list[str]) -> Config:
-    register_schemas()
-    with initialize_config_dir(CONFIG_DIR, version_base="1.3"):
-        return parse_config(compose("config", arguments))
 
 
 def run_of(root: Path, name: str, *changes: str) -> Run:

@@ -18,6 +18,7 @@ def counted(group: dist.ProcessGroup | None = None) -> None:
     destroy(group)
 
 
-if __name__ == "__main__":
+def watched() -> None:
+    """The command, in a process of its own."""
     dist.destroy_process_group = counted
     main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,15 @@ import pytest
 from scripts.export import export
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.target import load_spec
-from tests.train.count_collectives import poison_step_2
+from tests.train import see_the_end
+from tests.train.count_collectives import counting, poison_step_2
 from tests.train.launching import (
     Job,
     accelerate_deepspeed,
+    fork_ranks,
     free_port,
     launch,
     python,
-    torchrun,
 )
 from tests.train.runs import (
     config_of,
@@ -45,13 +47,13 @@ def assert_same_training(root: Path, name: str, reference: str) -> None:
 
 def test_four_ddp_ranks_train_as_one(root, reference):
     """Uneven counts, micro-batches without valid positions on some ranks, and empty ones in the last group."""
-    job = launch(root / "logs", overrides(root, "ddp", FOUR_RANKS, "distributed=ddp"),
-                 torchrun(4, script="tests/train/see_the_end.py"))
-    assert job.process.returncode == 0, job.stderr[-3000:]
-    assert job.stdout.count("0 models left on rank") == 4
-    assert job.stdout.count("step 1/") == 1  # one voice
-    assert "ddp: 4 ranks x 1 micro-batches x 1 rows of 48 tokens = 4 rows, 192 tokens a step;" in job.stdout
-    assert "memory of a rank, estimated: parameters 0.0, optimizer 0.0" in job.stdout
+    arguments = overrides(root, "ddp", FOUR_RANKS, "distributed=ddp")
+    job = fork_ranks(root / "logs", arguments, 4, see_the_end.watched)
+    assert job.codes == [0] * 4, job.output[-3000:]
+    assert job.output.count("0 models left on rank") == 4
+    assert job.output.count("step 1/") == 1  # one voice
+    assert "ddp: 4 ranks x 1 micro-batches x 1 rows of 48 tokens = 4 rows, 192 tokens a step;" in job.output
+    assert "memory of a rank, estimated: parameters 0.0, optimizer 0.0" in job.output
     assert_same_training(root, "ddp", reference)
 
 
@@ -90,12 +92,12 @@ def test_zero3_ranks_with_0_64_and_320_valid_tokens_and_a_sharded_target(tmp_pat
     one = run_of(root, "one", *changes, "trainer.gradient_accumulation_steps=3")
     poison_step_2(one.updater, micro_batch=2)
     train(one)
-    job = launch(root / "logs", overrides(root, "three", *changes, "trainer.gradient_accumulation_steps=1",
-                                          "distributed=zero3", "distributed.shard_target=true"),
-                 accelerate_deepspeed(3, script="tests/train/count_collectives.py"), FOLDER=str(tmp_path))
-    assert job.process.returncode == 0, job.stderr[-3000:]
-    assert "gradient norm inf; on ranks [0, 1, 2], rows row-" in job.stdout  # every loss is finite: all are suspects
-    assert "Skipped, 1 of at most 1" in job.stdout and one.state.skipped_steps == 1
+    arguments = overrides(root, "three", *changes, "trainer.gradient_accumulation_steps=1", "distributed=zero3",
+                          "distributed.shard_target=true")
+    job = fork_ranks(root / "logs", arguments, 3, partial(counting, str(tmp_path)))
+    assert job.codes == [0] * 3, job.output[-3000:]
+    assert "gradient norm inf; on ranks [0, 1, 2], rows row-" in job.output  # every loss is finite: all are suspects
+    assert "Skipped, 1 of at most 1" in job.output and one.state.skipped_steps == 1
     assert_same_training(root, "three", "one")
     of_ranks = [(tmp_path / f"collectives-{rank}").read_text() for rank in range(3)]
     assert of_ranks[0] == of_ranks[1] == of_ranks[2] and of_ranks[0].count("all_gather_into_tensor") > 20
