@@ -524,8 +524,22 @@ NODES: dict[str, type] = {
 }
 
 
+def has_fast_bf16() -> bool:
+    """Whether this machine multiplies bf16 as fast as fp32: a GPU, or a CPU with AVX-512.
+
+    Without it torch has no fast bf16 product on a CPU: on an EPYC with AVX2, 0.9 GFLOP/s a core against 70 in fp32.
+    """
+    import torch  # seconds, for the commands that ask
+
+    return torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
 def register_schemas() -> None:
-    """Put every schema into Hydra's ConfigStore as ``<group>/schema`` (and the root as ``schema``)."""
+    """Put every schema into Hydra's ConfigStore as ``<group>/schema`` (and the root as ``schema``).
+
+    YAML files may say ``${if_fast_bf16:yes,no}``, which becomes one of the two words on this machine.
+    """
+    OmegaConf.register_new_resolver("if_fast_bf16", lambda yes, no: yes if has_fast_bf16() else no, replace=True)
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     for group, node in NODES.items():

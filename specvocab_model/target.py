@@ -19,12 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from specvocab_model.config import ConfigError, TargetConfig
+from specvocab_model.config import ConfigError, TargetConfig, has_fast_bf16
 from specvocab_model.target_files import resolve_model, target_cache_dir
 from specvocab_model.target_spec import TargetSpec, gguf_arguments, load_spec, load_spec_and_tokenizer
 
 __all__ = ["Target", "TargetOutput", "TargetSpec", "default_feature_layers", "load_spec", "resolve_model",
            "target_cache_dir"]
+
+logger = logging.getLogger(__name__)
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -96,6 +98,9 @@ class Target:
         """
         spec, tokenizer = load_spec_and_tokenizer(config)
         dtype = dtype or TORCH_DTYPES[config.dtype]
+        if dtype == torch.bfloat16 and not has_fast_bf16():
+            logger.warning("this CPU has no fast bf16 products and takes up to 70 times as long for them as in fp32; "
+                           "target.dtype=float32 trainer.mixed_precision=no are faster here")
         load: Any = partial(  # the return type does not know of output_loading_info
             AutoModelForCausalLM.from_pretrained, resolve_model(config), attn_implementation=config.attn_implementation,
             output_loading_info=True, ignore_mismatched_sizes=True,  # refused below, in one line

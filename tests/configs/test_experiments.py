@@ -75,9 +75,16 @@ def test_experiment_holds_only_differences(experiment):
     with initialize_config_dir(CONFIG_DIR, version_base="1.3"):
         base = compose("config", overrides=groups)
     for group in set(own) & set(NODES):
-        for key, value in own[group].items():
+        for key, value in OmegaConf.to_container(own[group], resolve=False).items():  # one machine's word is no default
             default = None if OmegaConf.is_missing(base[group], key) else base[group][key]
             assert value != default, f"{group}.{key}={value} is the default already"
+
+
+@pytest.mark.parametrize(("fast", "dtype", "mixed_precision"), [(True, "bfloat16", "bf16"), (False, "float32", "no")])
+def test_the_quickstart_computes_in_what_the_machine_is_fast_at(monkeypatch, fast, dtype, mixed_precision):
+    monkeypatch.setattr("specvocab_model.config.has_fast_bf16", lambda: fast)
+    config = parse("+experiment=quickstart")
+    assert (config.target.dtype, config.trainer.mixed_precision) == (dtype, mixed_precision)
 
 
 def test_interpolation_follows_the_run_name():

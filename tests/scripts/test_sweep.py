@@ -60,7 +60,7 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
     monkeypatch.setattr(launchers, "POLL_S", 0.1)
     monkeypatch.setattr(sweep, "POLL_S", 0.1)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")]))
-    return ["+experiment=quickstart", f"output_dir={tmp_path / 'out'}", "sweep.name=mine"]
+    return ["+experiment=smollm2_135m", f"output_dir={tmp_path / 'out'}", "sweep.name=mine"]
 
 
 def grid(**values: list) -> str:
