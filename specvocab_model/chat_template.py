@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any
 
 from jinja2 import TemplateError
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specvocab_model.config import ConfigError
 
+TODAY = date(2026, 1, 1)  # for templates that write the date: the same data tomorrow, and on the other side of midnight
 PROBE = ({"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello to you."},
          {"role": "user", "content": "How are you?"})
 
@@ -41,11 +43,17 @@ def render(
     try:
         return tokenizer.apply_chat_template(
             conversation, tools=definitions, tokenize=tokenize, add_generation_prompt=continued,
-            return_dict=False, **(template_kwargs or {}),
+            chat_template=_dated(tokenizer.get_chat_template(tools=definitions)), return_dict=False,
+            **(template_kwargs or {}),
         )
     except (TemplateError, TypeError) as error:  # the second: a template that expects another kind of value
         raise ValueError(f"the chat template refuses roles {[message['role'] for message in messages]}: "
                          f"{error}") from error
+
+
+def _dated(chat_template: str) -> str:
+    """The template with ``TODAY`` where it asks for the date (``strftime_now('%d %B %Y')``)."""
+    return re.sub(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""", lambda call: repr(TODAY.strftime(call[2])), chat_template)
 
 
 def check_template_kwargs(

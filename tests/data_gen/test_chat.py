@@ -78,6 +78,13 @@ def test_bos_comes_once_with_and_without_a_template():
     assert encode_prompt(tokenizer_with(None), USER) == [ENDOFTEXT_ID, *ids_of("Hi")]
 
 
+def test_a_template_that_writes_the_date_always_writes_the_same():
+    tokenizer = tokenizer_with("{{ strftime_now( '%d %B %Y' ) if strftime_now is defined }}, "
+                               '{{ strftime_now("%Y-%m-%d") }}' + CHAT_TEMPLATE)
+    text = tokenizer.decode(encode_prompt(tokenizer, USER))
+    assert text.startswith("01 January 2026, 2026-01-01<|im_start|>user\nHi")
+
+
 def test_a_conversation_that_the_template_refuses_is_an_error():
     with pytest.raises(ValueError, match=r"refuses roles \['system', 'user'\]: no system role"):
         encode_prompt(tokenizer_with(GEMMA), [{"role": "system", "content": "x"}, *USER])
