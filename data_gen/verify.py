@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data_gen.collect import stems_of
 from data_gen.files import sha256_of
-from data_gen.rows import Row, validate_row
+from data_gen.rows import Row, skipped_in, validate_row
 from data_gen.shards import Manifest, Shard, read_manifest, read_shard
 from data_gen.verify_features import feature_problems
 from specvocab_model.config import Config, ConfigError
@@ -58,6 +59,7 @@ class _Check:
         self.samples_per_prompt = samples_per_prompt
         self.ids: Counter[str] = Counter()
         self.sequences: dict[bytes, str] = {}  # with the id of the first row that has it
+        self.ended: set[str] = set()  # conversations that go on in the source
         self.reasons: Counter[str] = Counter()
         self.totals = Counter(num_rows=0, num_tokens=0, num_loss_tokens=0)
 
@@ -81,7 +83,9 @@ class _Check:
             yield from self._totals()
 
     def _shard(self, shard: Shard) -> Iterator[str]:
-        records = read_shard(self.folder / shard.file).to_pylist()
+        table = read_shard(self.folder / shard.file)
+        records = table.to_pylist()
+        self.ended.update(each.id for each in skipped_in(table.schema) if each.turn > 1)
         if len(records) != shard.num_rows:
             yield f"{self.folder / shard.file} has {len(records)} rows, {shard.num_rows} in the manifest"
         for record in records:
@@ -96,7 +100,7 @@ class _Check:
             if unknown := [token for token in row.input_ids if token >= self.num_tokens]:
                 yield f"{self.folder}: row {row.id!r}: id {unknown[0]} is no token of the tokenizer"
             content = hashlib.sha256(np.array([*row.input_ids, *row.loss_mask], dtype=np.int32).tobytes()).digest()
-            if content in self.sequences and not self._are_samples(self.sequences[content], row.id):
+            if content in self.sequences and not self._may_agree(self.sequences[content], row.id):
                 yield f"{self.folder}: row {row.id!r} repeats row {self.sequences[content]!r}"
             self.sequences.setdefault(content, row.id)
             self.ids[row.id] += 1
@@ -112,6 +116,9 @@ class _Check:
         if {reason: count for reason, count in self.manifest.finish_reasons.items() if count} != self.reasons:
             yield f"{self.folder}: finish reasons are {dict(self.reasons)}, not {self.manifest.finish_reasons}"
 
-    def _are_samples(self, first: str, second: str) -> bool:
-        """Whether the ids are those of two samples of one prompt (``id~0`` and ``id~1#2``, say), which may agree."""
+    def _may_agree(self, first: str, second: str) -> bool:
+        """Whether two rows may be equal: those of two samples of one prompt (``id~0`` and ``id~1#2``, say), and what a
+        conversation begins with (``id#1``, or all that became of it), which another may begin with as well."""
+        if any(row_id in self.ended or re.search(r"#[0-9]+$", row_id) for row_id in (first, second)):
+            return True
         return self.samples_per_prompt > 1 and first != second and stems_of(first)[-1:] == stems_of(second)[-1:] != []

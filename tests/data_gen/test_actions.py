@@ -2,13 +2,14 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from data_gen.main import look
-from data_gen.rows import Row
+from data_gen.rows import Row, Skipped
 from data_gen.shards import MANIFEST_FILE, ShardWriter, damaged_shards, read_manifest
 from data_gen.show import find_row, painted, spans
 from data_gen.token_stats import coverage, token_stats
@@ -34,8 +35,8 @@ def root(tmp_path_factory):
     return folder
 
 
-def make(root, name: str, rows: list[Row], *changes: str, action: str) -> Config:
-    """Training data of ``rows``, two a shard, and validation data of one other row."""
+def make(root, name: str, rows: list[Row], *changes: str, action: str, skipped: Sequence[Skipped] = ()) -> Config:
+    """Training data of ``rows``, two a shard, with ``skipped`` in each; and validation data of one other row."""
     config = config_of([*overrides(root, name, *changes), f"action={action}"])
     spec = load_spec(config.target)
     other = replace(ROWS[2], id="other", input_ids=[4, 6, 6, 6])
@@ -45,7 +46,7 @@ def make(root, name: str, rows: list[Row], *changes: str, action: str) -> Config
                              stop_token_ids=EOS_IDS)
         writer.open()
         for index in range(writer.num_shards):
-            writer.write(index, its[writer.prompt_range(index)])
+            writer.write(index, its[writer.prompt_range(index)], skipped)
         writer.finalise()
     return config
 
@@ -73,6 +74,16 @@ def test_samples_of_one_prompt_may_agree(root, capsys):
         look(make(root, "others", rows("a~0", "b~1"), several, action="verify"))
     with pytest.raises(ConfigError, match=r"1 problems, the first: .*'a~1' repeats row 'a~0'"):  # the user's own ids
         look(make(root, "single", rows("a~0", "a~1"), action="verify"))
+
+
+def test_what_two_conversations_begin_with_may_agree(root, capsys):
+    a, b, c = (replace(ROWS[2], id=row_id) for row_id in ("a", "b#1", "c"))
+    cut = Skipped(id="a", turn=2, reason="answer cut", by_choice=True)
+    look(make(root, "parts", [a, b], action="verify"))
+    look(make(root, "ended", [c, a], action="verify", skipped=[cut]))
+    assert capsys.readouterr().out.count("0 problems") == 4
+    with pytest.raises(ConfigError, match=r"1 problems, the first: .*'c' repeats row 'a'"):
+        look(make(root, "alike", [a, c], action="verify", skipped=[replace(cut, id="other")]))
 
 
 def test_verify_finds_doubles_padded_ids_and_what_is_in_both(root, capsys):
@@ -113,6 +124,7 @@ def test_verify_reads_masks(root):
     writer = ShardWriter(folder, target="t", settings=read_manifest(folder).settings, num_prompts=3, rows_per_shard=2,
                          vocab_size=10**6, stop_token_ids=())
     (folder / MANIFEST_FILE).rename(folder / "manifest.unfinished.json")
+    (folder / "shard-00001.parquet").unlink()
     writer.open()
     writer.write(1, [replace(ROWS[0], id="inside", loss_mask=[0, 1, 1, 1, 1, 1], finish_reason="length",
                              input_ids=[1, 2, IM_END_ID, 3, 4, 5])])
