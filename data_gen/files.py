@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import io
 import json
 import os
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from specvocab_model.config import ConfigError
+
+STALE_SECONDS = 3600  # a temporary file is written to every few seconds; after an hour its writer is dead
 
 
 @contextmanager
@@ -46,8 +50,12 @@ class _Output(io.BufferedWriter):
 
 
 @contextmanager
-def appearing_whole(path: Path) -> Iterator[IO[bytes]]:
+def appearing_whole(path: Path, *, once: bool = False) -> Iterator[IO[bytes]]:
     """Write ``path`` so that it exists with all its content or not at all, even if the machine loses power.
+
+    Args:
+        once: a file that is there by then stays, whatever it holds; else only one of the same content does, because
+            others may have it mapped, and on a network file system would lose it.
 
     Raises:
         ConfigError: the disk is full, or does not take it for another reason.
@@ -62,6 +70,8 @@ def appearing_whole(path: Path) -> Iterator[IO[bytes]]:
             with writing(path):
                 os.fsync(file.fileno())
         with writing(path):
+            if path.exists() and (once or filecmp.cmp(temporary, path, shallow=False)):
+                return
             temporary.replace(path)
             directory = os.open(path.parent, os.O_RDONLY)
             try:
@@ -71,6 +81,14 @@ def appearing_whole(path: Path) -> Iterator[IO[bytes]]:
     finally:
         with suppress(OSError):  # whatever was wrong has been said
             temporary.unlink()
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove what killed writers have left in ``folder`` under temporary names."""
+    for temporary in folder.glob(".*.tmp"):
+        with suppress(FileNotFoundError):  # another process does the same
+            if time.time() - temporary.stat().st_mtime > STALE_SECONDS:
+                temporary.unlink()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -75,8 +75,13 @@ def generate(runner: StageRunner) -> None:
         ConfigError: something is missing, or a folder holds data of other settings.
     """
     choose_prompts(runner)
-    runner.run(answers(runner, "train", runner.config.data.train_path, TRAIN_FILE))
-    runner.run(answers(runner, "validation", runner.config.data.validation_path, VALIDATION_FILE))
+    data = runner.config.data
+    stages = [  # both are opened now: another command may choose anew while the first is at work
+        answers(runner, "train", data.train_path, TRAIN_FILE),
+        answers(runner, "validation", data.validation_path, VALIDATION_FILE),
+    ]
+    for stage in stages:
+        runner.run(stage)
 
 
 def choose_prompts(runner: StageRunner) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_gen.files import appearing_whole, make_folder, refuse_file, sha256_of, write_json, write_jsonl
+from data_gen.files import appearing_whole, make_folder, refuse_file, remove_stale, sha256_of, write_json, write_jsonl
 from data_gen.rows import FINISH_REASONS, SCHEMA, Row, Skipped, skipped_in, table_of, validate_row
 from specvocab_model.config import ConfigError
 
@@ -36,7 +35,6 @@ SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 UNFINISHED_FILE = "manifest.unfinished.json"
 REJECTED_FILE = "rejected.jsonl"  # what was skipped, and why
-STALE_SECONDS = 3600  # a temporary file is written in seconds; after an hour its writer is dead
 MAKE_COMMAND = "python data_gen/main.py +experiment=NAME"
 
 
@@ -259,12 +257,14 @@ class ShardWriter:
     def write(self, index: int, rows: Sequence[Row], skipped: Sequence[Skipped] = ()) -> None:
         """Write shard ``index``: the rows of its prompts, and what became none.
 
+        A shard that is there stays: where two workers made it, the manifest may already hold the first one's hash.
+
         Raises:
             ValueError: a row contradicts itself or the target.
         """
         for row in rows:
             validate_row(row, vocab_size=self.vocab_size, stop_token_ids=self.stop_token_ids)
-        with appearing_whole(self.path(index)) as file:
+        with appearing_whole(self.path(index), once=True) as file:
             pq.write_table(table_of(rows, skipped), file, compression="zstd", write_page_checksum=True)
 
     def finalise(self) -> Manifest:
@@ -312,9 +312,7 @@ class ShardWriter:
         write_json(self.folder / MANIFEST_FILE, asdict(manifest))
         # A launcher that was killed may have left workers behind that finish this folder as well.
         (self.folder / UNFINISHED_FILE).unlink(missing_ok=True)
-        for temporary in self.folder.glob(".*.tmp"):
-            if time.time() - temporary.stat().st_mtime > STALE_SECONDS:
-                temporary.unlink(missing_ok=True)
+        remove_stale(self.folder)
         return manifest
 
     def _check_settings(self, made_with: dict[str, Any]) -> None:

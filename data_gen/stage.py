@@ -136,8 +136,7 @@ class StageRunner:
                 prompts = stage.prompts[writer.prompt_range(index)]
                 shard = self._rows(stage, prompts, index, progress)
                 check_rejected_share([*writer.skipped(), *shard.skipped], len(stage.prompts), self.config)
-                if not writer.path(index).exists():
-                    writer.write(index, shard.rows, shard.skipped)
+                writer.write(index, shard.rows, shard.skipped)
                 progress.n = progress.total - _num_prompts(writer)  # with what the others have made
                 progress.refresh()
 

@@ -175,6 +175,24 @@ def test_a_finished_run_is_recognised_without_loading_the_target(root, whole, mo
         run_here(overrides(root, "fresh"))
 
 
+def test_a_command_that_chooses_other_prompts_meanwhile_changes_nothing(root, whole, monkeypatch):
+    run = StageRunner.run
+
+    def another_meanwhile(runner, stage):
+        if stage.name == "train":
+            monkeypatch.setattr(StageRunner, "run", run)
+            with pytest.raises(ConfigError, match="was made with other settings"):
+                run_here(overrides(root, "meanwhile", "generation.validation_fraction=0.5"))
+        return run(runner, stage)
+
+    run_here(overrides(root, "meanwhile"))
+    for name in FOLDERS[1:]:
+        (root / "meanwhile" / name / "shard-00000.parquet").unlink()
+    monkeypatch.setattr(StageRunner, "run", another_meanwhile)
+    run_here(overrides(root, "meanwhile"))
+    assert contents(root / "meanwhile") == whole
+
+
 def test_a_rank_waits_as_often_for_a_finished_folder_as_for_one_that_it_helps_to_fill(root, whole, monkeypatch):
     waits = []
     monkeypatch.setattr(PartialState, "wait_for_everyone", lambda state: waits.append(state.process_index))

@@ -132,6 +132,16 @@ def test_a_row_that_contradicts_itself_is_refused_and_leaves_no_file(tmp_path, c
     assert list(tmp_path.glob("*shard*")) == []
 
 
+def test_of_two_workers_that_made_a_shard_the_first_is_kept(tmp_path):
+    first, second = writer(tmp_path), writer(tmp_path)
+    for each in (first, second):
+        each.open()
+    finish(first, rows_for(10))
+    before = files(tmp_path)
+    second.write(1, [replace(row, input_ids=[5, 2, 3, 7]) for row in rows_for(8)[4:]])
+    assert files(tmp_path) == before and len(load_rows(tmp_path)) == 10
+
+
 def test_stop_tokens_in_the_prompt_are_ordinary(tmp_path):
     shard_writer = writer(tmp_path, num_prompts=1)
     shard_writer.open()
