@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data_gen.files import make_folder, write_json, write_jsonl
+from data_gen.files import make_folder, remove_stale, write_json, write_jsonl
 from data_gen.filters import NearDuplicates, repetition
 from data_gen.prompt_store import PromptStore, prompt_writer
-from data_gen.prompts import Prompt, is_validation, question
+from data_gen.prompts import Message, Prompt, is_validation, question
 from data_gen.rows import Skipped
 from data_gen.shards import REJECTED_FILE
 from data_gen.sources import read_source, sources_of
@@ -57,6 +57,7 @@ def collect(
     """
     folder = prompts_folder(config)
     make_folder(folder)
+    remove_stale(folder)
     chooser = _Chooser(config, evaluation)
     chosen_file = folder / f"chosen-{uuid.uuid4().hex}.arrow"  # a process that was started apart chooses as well
     with prompt_writer(chosen_file) as add:
@@ -93,7 +94,7 @@ class _Chooser:
         self.skipped: list[Skipped] = []
         self.held_out = {question(prompt.messages) for prompt in evaluation}
         self.digests: set[bytes] = set()
-        self.ids: dict[str, str] = {}  # with the source
+        self.ids: dict[str, tuple[int, str]] = {}  # with the source's number, and what the prompt calls its source
         self.stems: set[str] = set()  # of the ids; see stems_of
         self.source_of: list[int] = []  # of each chosen prompt
         threshold = config.generation.near_duplicate_threshold
@@ -104,33 +105,35 @@ class _Chooser:
         """The prompt under the id that it gets; None if it is left out."""
         self.counts["read" if source < len(sources_of(self.config.generation)) else "invented"] += 1
         if isinstance(prompt, Prompt):
-            prompt = self._judge(prompt)
+            prompt = self._judge(prompt, source)
         if isinstance(prompt, Skipped):
             self._skip(prompt)
             return None
-        self.digests.add(bytes.fromhex(prompt.digest))
-        self.ids[prompt.id] = prompt.source
+        self.digests.add(likeness(prompt))
+        self.ids[prompt.id] = source, prompt.source
         self.stems.update(stems_of(prompt.id))
         self.source_of.append(source)
         if self.near_duplicates is not None:
             self.near_duplicates.add(question(prompt.messages))
         return prompt
 
-    def _judge(self, prompt: Prompt) -> Prompt | Skipped:
+    def _judge(self, prompt: Prompt, source: int) -> Prompt | Skipped:
         asked = question(prompt.messages)
         limit = self.config.generation.max_repetition
-        if bytes.fromhex(prompt.digest) in self.digests:
+        if likeness(prompt) in self.digests:
             return Skipped(id=prompt.id, reason="duplicate", by_choice=True)
         if asked in self.held_out:
             return Skipped(id=prompt.id, reason="held out for evaluation", by_choice=True)
         if limit is not None and repetition(asked.split()) > limit:
             return Skipped(id=prompt.id, reason="repetitive question", by_choice=True)
-        if not self._is_taken(prompt.id):
-            return prompt
-        named = replace(prompt, id=f"{prompt.source}:{prompt.id}")  # two data sets may both count from 0
-        if self.ids.get(prompt.id) == prompt.source or self._is_taken(named.id):
-            return Skipped(id=prompt.id, reason="id taken", detail=f"by another prompt of {prompt.source!r}")
-        return named
+        # Two data sets may both count from 0, and two parts of one data set or two files train.jsonl have one name.
+        for name in (prompt.id, f"{prompt.source}:{prompt.id}", f"{prompt.source}:{source}:{prompt.id}"):
+            if self.ids.get(name) == (source, prompt.source):
+                break
+            if not self._is_taken(name):
+                return replace(prompt, id=name)
+        return Skipped(id=prompt.id, reason="id taken", detail=f"by another prompt of {prompt.source!r}; give the "
+                                                               "records of a source different ids, or none")
 
     def _is_taken(self, prompt_id: str) -> bool:
         """Whether a row of another prompt has this id, or may get it, or one of this prompt may get that one's."""
@@ -169,9 +172,20 @@ class _Chooser:
             return kept[:limit].tolist()
         pools = [kept[source_of == number] for number in range(len(sources))]
         mixed = mixture(pools, weights, limit, self.config.seed)
-        self.counts.update({f"of {source.path} in the mixture": int(np.isin(pool, mixed).sum())
-                            for source, pool in zip(sources, pools, strict=True)})
+        for source, pool in zip(sources, pools, strict=True):
+            part = "".join(f" {each}" for each in (source.subset, source.split) if each not in (None, "train"))
+            self.counts[f"of {source.path}{part} in the mixture"] += int(np.isin(pool, mixed).sum())
         return [*mixed, *kept[source_of == len(sources)].tolist()][:limit]
+
+
+def likeness(prompt: Prompt) -> bytes:
+    """Hash of what every chat template shows of a prompt: some trim contents, and few show the ids of tool calls."""
+    def shown(message: Message) -> Message:
+        calls = [{key: value for key, value in call.items() if key != "id"} for call in message.get("tool_calls", ())]
+        return message | {"content": message["content"].strip(), "tool_calls": calls, "tool_call_id": None}
+
+    follow_ups = tuple(tuple(map(shown, messages)) for messages in prompt.follow_ups)
+    return bytes.fromhex(replace(prompt, messages=tuple(map(shown, prompt.messages)), follow_ups=follow_ups).digest)
 
 
 def stems_of(prompt_id: str) -> list[str]:

@@ -8,7 +8,8 @@ A record is one of
     {"instruction": "...", "input": "...", "output": "..."}                   Alpaca
     {"prompt": "..."}                                                         with "response" or "completion" if known
 
-with ``id``, ``source`` and ``category`` as optional extras of each. Imports neither torch nor transformers.
+with ``id``, ``source``, ``category`` and ``system`` (what a system message would say) as optional extras of each.
+Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def _parsed(record: Any, source: str, *, keep: bool) -> Prompt:
         follow_ups=tuple(map(tuple, turns[1:])),
         tools=tuple(_tools(record.get("tools"))),
     )
-    given = record.get("id") if record.get("id") is not None else record.get("question_id")
+    given = next((record[key] for key in ("id", "question_id") if record.get(key) not in (None, "")), None)
     try:
         prompt = replace(prompt, id=prompt.digest[:ID_DIGITS] if given is None else str(given))
         json.dumps(asdict(prompt), ensure_ascii=False).encode()  # half of a surrogate pair is no text: ValueError
@@ -174,8 +175,15 @@ def _conversation(record: dict[str, Any]) -> list[Message]:
     """All messages of a record, in the roles and keys that chat templates know."""
     for key, read in FORMS.items():  # columns of a table that the row does not use are null
         if record.get(key) is not None:
-            return read(record[key], record)
+            messages = read(record[key], record)
+            return messages if messages[0]["role"] == "system" else [*_system(record.get("system")), *messages]
     raise ValueError(f"expected one of the keys {', '.join(FORMS)}, got {sorted(map(str, record))}")
+
+
+def _system(words: Any) -> list[Message]:
+    if not isinstance(words, str | None):
+        raise ValueError("system must be text")
+    return [{"role": "system", "content": words}] if words and words.strip() else []
 
 
 def _turns(turns: Any) -> list[Message]:
@@ -265,7 +273,8 @@ FORMS: dict[str, Callable[[Any, dict[str, Any]], list[Message]]] = {  # of (the 
     "prompt": lambda words, record: _asked(words, None, record.get("response") or record.get("completion"))
     if isinstance(words, str) else _messages(words),
 }
-COLUMNS = (*FORMS, "input", "output", "response", "completion", "tools", "id", "question_id", "source", "category")
+COLUMNS = (*FORMS, "system", "input", "output", "response", "completion", "tools", "id", "question_id", "source",
+           "category")
 
 
 def _with_gaps(messages: list[Message]) -> list[list[Message]]:

@@ -51,7 +51,7 @@ def read_source(source: SourceConfig, *, keep: bool) -> Iterator[Prompt | Skippe
     Raises:
         ConfigError: the source is missing, cannot be read at all, or is empty.
     """
-    name = Path(source.path).stem if _is_file_name(source.path) else source.path
+    name = Path(source.path.removesuffix(".gz")).stem if _is_file_name(source.path) else source.path
     count = 0
     for where, record in records(source):
         if count == source.num_records:
@@ -105,7 +105,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             _refuse_doubled(path, file.schema_arrow.names)
             for batch in file.iter_batches(READ_ROWS):
                 for record in batch.to_pylist():
-                    yield f"{path}, row {number}", record
+                    yield f"{path}, row {number}", _without_nulls(record)
                     number += 1
     except ConfigError:
         raise
@@ -153,8 +153,8 @@ def _data_set(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     import datasets  # half a second, for those who need it
 
     folder = Path(source.path)
-    errors = (*READ_ERRORS, ValueError, TypeError, pa.ArrowException, httpx.HTTPError,
-              datasets.exceptions.DatasetsError)
+    errors = (*READ_ERRORS, ValueError, TypeError, RuntimeError, pa.ArrowException, httpx.HTTPError,
+              datasets.exceptions.DatasetsError)  # RuntimeError: the data set is a script
     number = 0
     try:
         if (folder / "state.json").is_file():
@@ -168,13 +168,21 @@ def _data_set(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
             raise ConfigError(f"{source.path} has the columns {', '.join(data.column_names)}; expected one of "
                               f"{', '.join(FORMS)}")
         for record in data.select_columns(known):  # pictures and the like are not decoded
-            yield f"{source.path}, row {number}", record
+            yield f"{source.path}, row {number}", _without_nulls(record)
             number += 1
     except ConfigError:
         raise
     except errors as error:  # not found, unknown subset or split; a damaged file
         raise ConfigError(f"generation.sources: path={source.path!r}, subset={source.subset}, split={source.split} "
                           f"cannot be read after {number} rows: {_first_line(error.__cause__ or error)}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A record without the keys that it does not have: Arrow gives every object those of all others in its column, with
+    nulls, and a template would show them as arguments of a tool."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _first_line(error: BaseException) -> str:

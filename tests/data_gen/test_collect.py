@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -73,9 +74,7 @@ def test_forms_of_a_record(record, conversation):
         return
     assert list(parse_prompt(record, "s", keep=True).messages) == conversation
     regenerated = parse_prompt(record, "s")
-    asks = [message for message in conversation if message["role"] != "assistant"]
-    assert [*regenerated.messages, *(m for turn in regenerated.follow_ups for m in turn)][: len(asks)] == asks[:3] or (
-        conversation[-2]["role"] == "tool")
+    assert list(regenerated.messages) == conversation[:-1] and not regenerated.follow_ups
 
 
 def test_a_tool_call_comes_as_servers_hand_it_to_the_template():
@@ -115,7 +114,30 @@ def test_the_same_prompts_from_every_kind_of_file(tmp_path):
         assert asked(read(tmp_path / name)) == texts, name
     assert asked(read(tmp_path / "saved-dict", split="other")) == texts
     assert asked(read(tmp_path / "p.parquet", num_records=2)) == texts[:2]
-    assert {prompt.source for prompt in read(tmp_path / "p.csv")} == {"p"}
+    assert {prompt.source for name in ("p.csv", "p.csv.gz") for prompt in read(tmp_path / name)} == {"p"}
+
+
+def test_what_arrow_fills_up_with_nulls_is_no_argument_and_no_definition(tmp_path):
+    records = [{"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [
+        {"function": {"name": name, "arguments": arguments}}]}, {"role": "tool", "content": "2"}],
+        "tools": [{"name": name, "properties": {key: {"type": "integer"} for key in arguments}}]}
+        for name, arguments in (("add", {"a": 1}), ("multiply", {"b": [{"c": 2}]}))]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    datasets.Dataset(pa.Table.from_pylist(records)).save_to_disk(str(tmp_path / "saved"))
+    expected = [parse_prompt(record, "s") for record in records]
+    for name in ("a.parquet", "saved"):
+        found = read(tmp_path / name)
+        assert [(each.messages, each.tools) for each in found] == [(each.messages, each.tools) for each in expected]
+
+
+def test_a_system_column_is_a_system_message(tmp_path):
+    system = {"role": "system", "content": "Be brief."}
+    for form in ({"conversations": [{"from": "human", "value": "Why?"}]}, {"instruction": "Why?"}, {"prompt": "Why?"},
+                 {"messages": [system, USER]}):
+        assert parse_prompt(form | {"system": "Be brief."}, "s").conversation() == [system, USER]
+        assert parse_prompt(form | {"system": " "}, "s").conversation()[-1] == USER
+    with pytest.raises(ValueError, match="system must be text"):
+        parse_prompt(CHAT | {"system": ["x"]}, "s")
 
 
 def test_a_messy_file(tmp_path):
@@ -231,6 +253,10 @@ def test_a_data_set_that_is_damaged_is_one_line(tmp_path, monkeypatch):
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"saved', .* cannot be read after 1\d\d\d rows: 'utf-8' codec"):
         read(tmp_path / "saved")
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script" / "script.py").touch()
+    with pytest.raises(ConfigError, match=r"script', .* cannot be read after 0 rows: Dataset scripts are no longer"):
+        read(tmp_path / "script")
     data.rename_column("prompt", "text").save_to_disk(str(tmp_path / "other"))
     with pytest.raises(ConfigError, match=r"other has the columns text; expected one of messages, conversations"):
         read(tmp_path / "other")
@@ -316,6 +342,40 @@ def test_each_prompt_is_taken_once_and_what_is_not_is_listed(tmp_path):
     assert listed[-1]["id"].endswith("a.jsonl, line 6") and "expected one of the keys" in listed[-1]["detail"]
 
 
+def test_prompts_that_templates_may_show_alike_are_asked_once(tmp_path):
+    def calling(number: str) -> list[dict]:
+        return [USER, {"role": "assistant", "tool_calls": [{"id": number, "function": {"name": "f", "arguments": {}}}]},
+                {"role": "tool", "content": "2", "tool_call_id": number}]
+
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "x", "id": "x"}, {"prompt": " x\n", "id": "trimmed"},
+                 {"messages": calling("1"), "id": "f"}, {"messages": calling("2"), "id": "other call"},
+                 {"turns": ["x", "x"], "id": "more"}, {"prompt": "no id", "id": ""}, {"prompt": "nor here", "id": ""})
+    prompts, counts = collected(tmp_path, f"generation.prompt_files=[{path}]")
+    assert [prompt.id for prompt in prompts][:3] == ["x", "f", "more"] and len(prompts) == 5
+    assert counts == {"read": 7, "duplicate": 2}
+
+
+def test_parts_of_one_data_set_may_all_count_from_0(tmp_path):
+    paths = [tmp_path / name / "train.jsonl" for name in "abc"]
+    for path in paths:
+        path.parent.mkdir()
+        jsonl(path, {"id": 0, "prompt": str(path)})
+    prompts, counts = collected(tmp_path, f"generation.prompt_files=[{','.join(map(str, paths))}]")
+    assert [prompt.id for prompt in prompts] == ["0", "train:0", "train:2:0"] and counts == {"read": 3}
+    twice = jsonl(tmp_path / "t.jsonl", {"id": 0, "prompt": "y"}, {"id": 0, "prompt": "z"})
+    _, counts = collected(tmp_path, f"generation.prompt_files=[{paths[0]},{twice}]", "generation.max_rejected_share=1")
+    assert counts == {"read": 3, "id taken": 1}
+
+
+def test_parts_of_one_data_set_are_counted_apart_in_a_mixture(tmp_path):
+    datasets.DatasetDict({split: datasets.Dataset.from_list([{"prompt": f"{split} {n}"} for n in range(9)])
+                          for split in ("train", "other")}).save_to_disk(str(tmp_path / "saved"))
+    _, counts = collected(tmp_path, f"generation.sources=[{{path: {tmp_path}/saved, weight: 3}},"
+                                    f"{{path: {tmp_path}/saved, split: other, weight: 1}}]")
+    assert counts == {"read": 18, f"of {tmp_path}/saved in the mixture": 9,
+                      f"of {tmp_path}/saved other in the mixture": 3}
+
+
 def test_too_many_malformed_records_stop_the_run(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "x"}, {"oops": 1}, *({"prompt": str(n)} for n in range(8)))
     share = f"generation.prompt_files=[{path}]", "generation.max_rejected_share=0.1"
@@ -375,8 +435,14 @@ def test_processes_that_choose_at_the_same_time_do_not_take_each_others_files(tm
 
     monkeypatch.setattr(data_gen.collect, "_split", another_first)
     assert len(collected(tmp_path, *changes)[0]) == 9
-    assert {file.name for file in (tmp_path / "train-prompts").iterdir()} == {
-        TRAIN_FILE, VALIDATION_FILE, "counts.json", "rejected.jsonl"}
+    files = list((tmp_path / "train-prompts").iterdir())
+    assert {file.name for file in files} == {TRAIN_FILE, VALIDATION_FILE, "counts.json", "rejected.jsonl"}
+    before = [file.stat().st_ino for file in files]
+    (tmp_path / "train-prompts" / ".chosen.arrow.tmp").touch()  # of a killed process
+    os.utime(tmp_path / "train-prompts" / ".chosen.arrow.tmp", (0, 0))
+    collected(tmp_path, *changes)
+    assert [file.stat().st_ino for file in files] == before, "whoever has it mapped keeps it"
+    assert {*(tmp_path / "train-prompts").iterdir()} == {*files}
 
 
 def test_a_mixture_has_the_weights_shares(tmp_path):
