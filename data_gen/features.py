@@ -184,9 +184,12 @@ class FeatureStore:
 
     def bytes_to_write(self) -> int:
         """Of the missing files, less what they already take under their temporary names."""
-        begun = [self._temporary(shard) for shard in self.missing_shards()]
-        taken = sum(path.stat().st_size for path in begun if path.is_file())
-        return sum(map(self.shard_bytes, self.missing_shards())) - taken
+        return sum(self.shard_bytes(shard) - self._bytes_taken(shard) for shard in self.missing_shards())
+
+    def _bytes_taken(self, shard: int) -> int:
+        """Of the disk, by a begun file: it is written in any order, so it may have its size and be all holes."""
+        path = self._temporary(shard)
+        return min(path.stat().st_blocks * 512, self.shard_bytes(shard)) if path.is_file() else 0
 
     def fill(self, outputs: Outputs, state: PartialState, *, alone: bool) -> None:
         """Make the missing files; the ranks take one after another, so that a slow one holds up none.

@@ -23,6 +23,7 @@ from data_gen.engines.base import BadCompletionError, Completion, SamplingParams
 from specvocab_model.config import ConfigError
 
 OVERLOADED = (429, 502, 503)  # says the server, or the proxy in front of it, of itself and seldom of this prompt
+RETRIED = (408,)  # beside 500 and more: a proxy lost patience
 REFUSED = (400, 413, 422)  # says the server of this prompt, and will say it again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 LONGEST_RETRY_AFTER_S = 300.0
@@ -194,7 +195,7 @@ class Server:
             raise TurnedAwayError(said, retry_after_s=_seconds(response.headers.get("Retry-After")))
         if response.status_code in REFUSED:
             raise PromptRefusedError(said)
-        if response.status_code >= 500 or response.is_success:
+        if response.status_code in RETRIED or response.status_code >= 500 or response.is_success:
             try:
                 return response.raise_for_status().json()
             except (httpx.HTTPStatusError, ValueError, RecursionError) as error:

@@ -169,6 +169,17 @@ def test_the_size_is_said_first_and_must_fit(root, monkeypatch, capsys):
     assert f"for {num_tokens} tokens" in capsys.readouterr().out
 
 
+def test_holes_of_a_file_that_was_begun_are_still_to_be_written(root):
+    store = store_of(features_config(root, "holes"))
+    store.begin()
+    every = sum(map(store.shard_bytes, range(store.num_shards)))
+    with store._temporary(0).open("wb") as file:
+        file.truncate(store.shard_bytes(0))
+    assert store.bytes_to_write() == every
+    store._temporary(0).write_bytes(b"x" * store.shard_bytes(0))
+    assert store.bytes_to_write() == every - store.shard_bytes(0)
+
+
 def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(root, made, monkeypatch):
     fsync = os.fsync
 

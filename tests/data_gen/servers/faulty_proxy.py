@@ -35,7 +35,7 @@ ANSWERS: dict[str, Callable[[dict, dict], dict]] = {  # of (answer, its choice),
 }
 # An honest answer in another dress: the stop token named instead of written.
 STRIPPED = "stripped stop token"
-BREAKAGES = ("429", "500", "502", "503", "hang", "close", "no json")
+BREAKAGES = ("408", "429", "500", "502", "503", "hang", "close", "no json")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(body, fault)
 
     def answer(self, body: bytes, fault: str | None) -> None:
-        if fault in ("429", "500", "502", "503"):
+        if fault in ("408", "429", "500", "502", "503"):
             self.send(int(fault), b"spoilt", {"Retry-After": "0"} if fault in ("429", "503") else {})
         elif fault == "hang":
             self.server.stopping.wait(HANG_S)
