@@ -11,19 +11,21 @@ compared. Exit code 1, and the known causes, where something differs.
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from specvocab_model.chat_template import render
-from specvocab_model.cli import EXIT_CONFIG_ERROR
+from specvocab_model.cli import EXIT_CONFIG_ERROR, positive
 from specvocab_model.config import DTYPES, ConfigError, TargetConfig
 from specvocab_model.decode import autoregressive_generate, place_draft
 from specvocab_model.export import COPY_AGAIN, PROVENANCE_FILE, load_checkpoint
-from specvocab_model.files import read_json
+from specvocab_model.files import read_json, require_fields
 from specvocab_model.serving.check import (
     Agreement,
     Served,
@@ -85,9 +87,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", help="hub id or folder; by default the one that specvocab.json names")
     parser.add_argument("--dtype", choices=DTYPES, help="of target and draft; by default that of the checkpoint")
     parser.add_argument("--question", action="append", help="to ask in the place of our own ones; may be repeated")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="longest answer")
-    parser.add_argument("--num-draft-tokens", type=int, default=5, help="length of a chain of drafts")
-    parser.add_argument("--max-model-len", type=int, default=2048, help="of the engine")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, help="longest answer")
+    parser.add_argument("--num-draft-tokens", type=positive, default=5, help="length of a chain of drafts")
+    parser.add_argument("--max-model-len", type=positive, default=2048, help="of the engine")
     parser.add_argument("--logits-only", action="store_true", help="let the engine load the draft, but serve nothing")
     return parser
 
@@ -98,9 +100,8 @@ def check(options: argparse.Namespace) -> list[str]:
     Raises:
         ConfigError: the checkpoint cannot be served, or does not belong to the target.
     """
-    record = read_json(options.checkpoint / PROVENANCE_FILE, COPY_AGAIN)
-    name = options.target or record["target"]["name"]
-    options.dtype = options.dtype or read_json(options.checkpoint / "config.json", COPY_AGAIN)["torch_dtype"]
+    record = read_record(options)
+    name = options.target
     target_config = TargetConfig(model=name, dtype=options.dtype)
     model = load_checkpoint(options.checkpoint, load_spec(target_config))
     target = Target.load(target_config, device="cuda" if torch.cuda.is_available() else "cpu",
@@ -116,12 +117,34 @@ def check(options: argparse.Namespace) -> list[str]:
     found = problems(served, model, target.spec, record.get("config"), agreement)
     if options.logits_only:
         return found
-    engine = served.serve(prompts, options.max_new_tokens)
     own = decode(target, model, agreement.head, prompts, max_new_tokens=options.max_new_tokens,
                  num_draft_tokens=options.num_draft_tokens)
+    # An engine reserves nearly all memory of a GPU, and refuses to start where another target takes its part.
+    del target, model
+    gc.collect()
+    torch.cuda.empty_cache()
+    engine = served.serve(prompts, options.max_new_tokens)
     print(compare(served.name, engine, own))
     evaluation = record.get("evaluation")
     return found + acceptance_problems(engine, own, evaluation and max(evaluation["tau"].values()))
+
+
+def read_record(options: argparse.Namespace) -> dict[str, Any]:
+    """``specvocab.json``; ``target`` and ``dtype``, where not given as options, are set to what the checkpoint says.
+
+    Raises:
+        ConfigError: it does not say.
+    """
+    path, config_path = options.checkpoint / PROVENANCE_FILE, options.checkpoint / "config.json"
+    record, config = read_json(path, COPY_AGAIN), read_json(config_path, COPY_AGAIN)
+    if options.target is None:
+        require_fields(record, {"target": dict}, path, COPY_AGAIN)
+        require_fields(record["target"], {"name": str}, path, COPY_AGAIN)
+        options.target = record["target"]["name"]
+    if options.dtype is None:
+        require_fields(config, {"torch_dtype": str}, config_path, COPY_AGAIN)
+        options.dtype = config["torch_dtype"]
+    return record
 
 
 def encode(target: Target, options: argparse.Namespace) -> list[list[int]]:
@@ -130,13 +153,13 @@ def encode(target: Target, options: argparse.Namespace) -> list[list[int]]:
     Raises:
         ConfigError: one does not fit into the engine's context with its answer, or the chat template refuses it.
     """
+    options.max_model_len = min(options.max_model_len, target.spec.max_position_embeddings)
     prompts = []
     for question in options.question or QUESTIONS:
         try:
             ids = list(render(target.tokenizer, [{"role": "user", "content": question}]))
         except ValueError as error:
             raise ConfigError(f"{question!r} cannot be put to {target.spec.name}: {error}") from error
-        options.max_model_len = min(options.max_model_len, target.spec.max_position_embeddings)
         if len(ids) + options.max_new_tokens > options.max_model_len:
             raise ConfigError(f"a question of {len(ids)} tokens and {options.max_new_tokens} of its answer do not fit "
                               f"into {options.max_model_len} positions; lower --max-new-tokens or raise "

@@ -158,9 +158,13 @@ def check_destination(folder: str | Path) -> Path:
     """The folder as a path, if a checkpoint can be written there.
 
     Raises:
-        ConfigError: something else is there already.
+        ConfigError: something else is there already, or is in its way.
     """
     folder = Path(folder)
+    if folder.name in ("", ".."):
+        raise ConfigError(f"{folder} is where something else lies; name a folder of the checkpoint's own")
+    if blocking := [parent for parent in folder.parents if parent.is_file()]:
+        raise ConfigError(f"{blocking[0]} is a file, so {folder} cannot be a folder; give another one")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file; give another folder")
     if folder.exists() and any(folder.iterdir()) and not (folder / PROVENANCE_FILE).exists():

@@ -27,7 +27,7 @@ LAYER_KEYS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias",
     "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "vocab_size", "tie_word_embeddings",
-    "logit_scale", "eos_token_id", "pad_token_id", "torch_dtype",
+    "logit_scale", "final_logit_softcapping", "eos_token_id", "pad_token_id", "torch_dtype",
 )
 
 

@@ -70,16 +70,16 @@ class Agreement:
 
     engine_error: float  # root mean square over common candidates, relative to that of the logits
     rounding_error: float
-    engine_candidates: float  # share of the reference's candidates that are the engine's too
+    engine_candidates: float  # those that the reference has too, as a share of the larger of both sets
     rounding_candidates: float
     head: str  # what the engine's logits are of: "speculative", "static" or "full"
 
     @property
     def equal(self) -> bool:
-        """Within rounding, of which the trainer's own is the measure."""
+        """Within rounding, of which the trainer's own is the measure. Only a speculator's choice can be rounded."""
+        lost = SLACK * (1 - self.rounding_candidates) + LEAST_LOSS if self.head == "speculative" else 0.0
         return (
-            self.engine_error <= SLACK * self.rounding_error + LEAST_ERROR
-            and 1 - self.engine_candidates <= SLACK * (1 - self.rounding_candidates) + LEAST_LOSS
+            self.engine_error <= SLACK * self.rounding_error + LEAST_ERROR and 1 - self.engine_candidates <= lost
         )
 
 
@@ -93,7 +93,7 @@ def compare_logits(served: ServedDraft, model: SpecVocabDraft, target: Target, i
     """
     features, next_ids = target.forward(input_ids).features[0, :-1], input_ids[0, 1:]
     theirs = served.logits(features, next_ids).cpu()
-    head = "speculative" if theirs.isinf().any() else "full"
+    head = "speculative" if model.speculator is not None and theirs.isneginf().any() else "full"
     if model.own_head is not None and not model.own_head.is_full:
         head = "static"
     dtype = target.lm_head_weight.dtype
@@ -134,10 +134,11 @@ def trained_logits(
 
 
 def _distance(logits: Tensor, reference: Tensor) -> tuple[float, float]:
-    kept = reference.isfinite()
-    common = kept & logits.isfinite()
+    kept, theirs = ~reference.isneginf(), ~logits.isneginf()  # a NaN is a candidate, with an error that is NaN
+    common = kept & theirs
     difference = (logits[common] - reference[common]).square().mean().sqrt()
-    return float(difference / reference[common].square().mean().sqrt()), float(common.sum() / kept.sum())
+    share = common.sum() / torch.maximum(kept.sum(), theirs.sum())
+    return float(difference / reference[common].square().mean().sqrt()), float(share)
 
 
 def decode(
@@ -164,7 +165,8 @@ def problems(
     """What makes an engine serve something else than was trained, one line each.
 
     Args:
-        training: the resolved configuration of the training (``Provenance.config``), if it is known.
+        training: what ``Provenance.config`` holds: the resolved configuration of the training, or what another command
+            has recorded in its place, which does not know how the draft was trained.
     """
     found = []
     layers = model.architecture.feature_layers
@@ -172,7 +174,7 @@ def problems(
         found.append(f"{served.name} takes features from layers {list(served.feature_layers)}, but the draft reads "
                      f"{list(layers)}: check eagle_aux_hidden_state_layer_ids of config.json, which counts inputs of "
                      "layers at the top level and outputs in eagle_config")
-    if training is not None:
+    if training is not None and "draft" in training:
         trained = tuple(training["draft"]["feature_layers"] or default_feature_layers(spec.num_hidden_layers))
         if trained != layers:
             found.append(f"config.json names the feature layers {list(layers)}, but the draft was trained on "

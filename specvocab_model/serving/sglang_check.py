@@ -138,12 +138,13 @@ class SGLangDraft:
                       accepted_per_position=accepted)
 
     def close(self) -> None:
-        """Free the models and SGLang's process groups; may be called again."""
+        """Free the models, also for other processes, and SGLang's process groups; may be called again."""
         self.target = self.draft = None
         destroy_model_parallel()
         destroy_distributed_environment()
         with suppress(AssertionError):  # there is none left
             torch.distributed.destroy_process_group()
+        torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:
         return self

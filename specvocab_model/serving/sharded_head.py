@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 from specvocab_kernels.vocab_head import ExactSelection, HeadWeights, Selection, TileSelection, vocab_head
+from specvocab_kernels.vocab_head.weights import FLOATS
 from torch import Tensor, nn
 
 from specvocab_model.config import ConfigError
@@ -58,6 +59,18 @@ def shard_speculator(speculator: VocabSpeculator, first_id: int, num_rows: int) 
     return shard
 
 
+def check_lm_head(lm_head: Tensor) -> None:
+    """See that an engine's ``lm_head`` is of a floating type.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if lm_head.dtype not in FLOATS:
+        raise ConfigError(f"the target's lm_head is stored as {lm_head.dtype}, but a speculated vocabulary needs "
+                          "float32, bfloat16 or float16; serve a target whose lm_head is not quantised, and let no "
+                          "setting of the engine quantise the draft's copy")
+
+
 class ShardedHead:
     """A speculator laid out for the kernel, once, to be used with an ``lm_head`` that is given with every call.
 
@@ -85,9 +98,7 @@ class ShardedHead:
         logit_softcap: float | None = None,
         impl: str = "auto",
     ) -> None:
-        if lm_head.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ConfigError(f"the target's lm_head is stored as {lm_head.dtype}, but a speculated vocabulary needs "
-                              "float32, bfloat16 or float16; serve a target whose lm_head is not quantised")
+        check_lm_head(lm_head)
         self.first_id, self.num_rows = first_id, lm_head.shape[0]
         placed = shard_speculator(speculator, first_id, self.num_rows).head_weights(lm_head)
         self.down_proj, self.vocab_proj, self.scales = placed.down_proj, placed.vocab_proj, placed.scales
@@ -98,13 +109,17 @@ class ShardedHead:
         """This rank's candidates of normalised hidden states ``[N, d]``.
 
         Returns:
-            ids int64 ``[N, k]`` counted from ``first_id``, and logits fp32 ``[N, k]``.
+            ids int32 ``[N, k]`` counted from ``first_id``, and logits fp32 ``[N, k]``; of many rows ``k`` is all ids
+            of the rank, and they are one row expanded, where all of ``lm_head`` is faster than the candidates.
+
+        Raises:
+            ConfigError: the ``lm_head`` that was shared is not of a floating type.
         """
+        check_lm_head(lm_head)
         weights = HeadWeights(lm_head=lm_head, down_proj=self.down_proj, vocab_proj=self.vocab_proj,
                               selection=self.selection, scales=self.scales)
-        ids, logits = vocab_head(hidden.to(lm_head.dtype), weights, logit_scale=self.logit_scale,
-                                 logit_softcap=self.logit_softcap, impl=self.impl)
-        return ids.long(), logits
+        return vocab_head(hidden.to(lm_head.dtype), weights, logit_scale=self.logit_scale,
+                          logit_softcap=self.logit_softcap, impl=self.impl)
 
     def greedy_tokens(self, hidden: Tensor, lm_head: Tensor, all_gather: AllGather | None = None) -> Tensor:
         """The best candidate of all ranks, int64 ``[N]``, as target ids; among equals that of the lowest rank.
@@ -114,7 +129,7 @@ class ShardedHead:
         """
         ids, logits = self.candidates(hidden, lm_head)
         values, columns = logits.max(dim=-1, keepdim=True)
-        tokens = ids.gather(-1, columns) + self.first_id
+        tokens = ids.gather(-1, columns).long() + self.first_id
         if all_gather is None:
             return tokens.squeeze(-1)
         # One message of pairs. fp32 holds every id below 2^24 exactly; engines' gathers do not all know int64.
@@ -126,4 +141,4 @@ class ShardedHead:
         """Logits ``[N, width]`` of this rank's ids and padding behind them, −inf where an id is no candidate."""
         ids, logits = self.candidates(hidden, lm_head)
         dense = torch.full((hidden.shape[0], width), -torch.inf, dtype=dtype, device=hidden.device)
-        return dense.scatter_(-1, ids, logits.to(dtype))
+        return dense.scatter_(-1, ids.long(), logits.to(dtype))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import weakref
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,10 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scripts import serve_check
-from specvocab_model.config import DraftConfig, HeadConfig
+from specvocab_model.config import DraftConfig, HeadConfig, TargetConfig
+from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
-from specvocab_model.export import Provenance, save_checkpoint
+from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
 from specvocab_model.target import Target
+from tests.our_engine import OurEngine
 from tests.tiny import tiny_target, tiny_target_folder
 
 
@@ -70,6 +74,16 @@ def short_context(checkpoint: Path) -> None:
     edit(checkpoint, lambda config: config.update(max_position_embeddings=64))
 
 
+def no_type(checkpoint: Path) -> None:
+    edit(checkpoint, lambda config: config.pop("torch_dtype"))
+
+
+def nameless_target(checkpoint: Path) -> None:
+    record = json.loads((checkpoint / "specvocab.json").read_text())
+    record["target"].pop("name")
+    (checkpoint / "specvocab.json").write_text(json.dumps(record))
+
+
 def swapped_layers(checkpoint: Path) -> None:
     edit(checkpoint, lambda config: config.update(eagle_aux_hidden_state_layer_ids=[1, 3, 4]))
 
@@ -82,6 +96,8 @@ def swapped_layers(checkpoint: Path) -> None:
     (no_draft_vocab_size, "draft_vocab_size"),
     (short_context, "max_position_embeddings=64"),
     (swapped_layers, "contradicts itself"),
+    (no_type, "it has no torch_dtype"),
+    (nameless_target, "it has no name"),
 ])
 def test_what_engines_would_serve_wrongly_is_refused(spoil, said, checkpoint, capsys):
     spoil(checkpoint)
@@ -90,7 +106,7 @@ def test_what_engines_would_serve_wrongly_is_refused(spoil, said, checkpoint, ca
 
 def test_another_target_is_refused(checkpoint, tmp_path, capsys):
     other = tiny_target_folder(tmp_path / "other", "llama", seed=1)
-    assert "target" in refusal([str(checkpoint), "--target", str(other)], capsys)
+    assert "was made for" in refusal([str(checkpoint), "--target", str(other)], capsys)
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
@@ -100,6 +116,54 @@ def test_another_target_is_refused(checkpoint, tmp_path, capsys):
 ])
 def test_what_cannot_be_asked_is_said(arguments, said, checkpoint, capsys):
     assert said in refusal([str(checkpoint), *arguments], capsys)
+
+
+@pytest.mark.parametrize("option", ["--max-new-tokens", "--num-draft-tokens", "--max-model-len"])
+def test_a_count_of_nothing_is_refused(option, checkpoint, capsys):
+    with pytest.raises(SystemExit):
+        serve_check.main([str(checkpoint), "--engine", "vllm", option, "0"])
+    assert "0 must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("head", "found"), [
+    ("speculative", ["our own decoder accepts"]),  # the draft is random
+    ("full", ["serves the full vocabulary, not the speculated one", "our own decoder accepts"]),
+])
+def test_an_engine_that_answers(head, found, target, tmp_path, capsys, monkeypatch):
+    """A converted checkpoint, whose record has no training, in an engine that needs the memory of our own target."""
+    model = SpecVocabDraft.build(target.spec, DraftConfig(), HeadConfig(num_candidates=40))
+    checkpoint = save_checkpoint(tmp_path / "converted", model, target.spec, Provenance(config={"convert": {}}),
+                                 dtype=torch.float32)
+    models: list[weakref.ref] = []
+    load = Target.load
+
+    def remembered(*arguments, **options) -> Target:
+        loaded = load(*arguments, **options)
+        models.append(weakref.ref(loaded.model))
+        return loaded
+
+    monkeypatch.setattr(Target, "load", remembered)
+
+    class Greedy(OurEngine):
+        def serve(self, prompts, max_new_tokens):
+            assert models[0]() is None  # ours, loaded before the engine's
+            return super().serve(prompts, max_new_tokens)
+
+    def start(options: argparse.Namespace, name: str) -> OurEngine:
+        draft = load_checkpoint(options.checkpoint)
+        other = load(TargetConfig(model=name, dtype=options.dtype), device="cpu",
+                     feature_layers=draft.architecture.feature_layers)
+        return Greedy(other, place_draft(draft, other), head)
+
+    monkeypatch.setitem(serve_check.ENGINES, "vllm", start)
+    with pytest.raises(SystemExit) as stopped:
+        serve_check.main([str(checkpoint), "--engine", "vllm", "--max-new-tokens", "6", "--num-draft-tokens", "3"])
+    printed = capsys.readouterr()
+    assert stopped.value.code == 1
+    lines = printed.err.splitlines()
+    assert len(lines) == len(found) and all(part in line for part, line in zip(found, lines, strict=True))
+    assert "logits      equal within rounding" in printed.out
+    assert "4 of 4 are our own decoder's, token for token" in printed.out
 
 
 def refusal(arguments: list[str], capsys) -> str:

@@ -117,6 +117,15 @@ def test_a_flag_that_changes_the_forward_pass_is_noticed(changes, tmp_path):
     assert not agreement(pair).equal
 
 
+def test_the_targets_soft_cap_is_applied(tmp_path):
+    """vLLM's own drafts have none, so candidates that are sampled would be flatter or sharper than in training."""
+    pair = random_pair(tmp_path)
+    change_config(pair.checkpoint, final_logit_softcapping=0.5)
+    assert not agreement(pair).equal
+    pair.target.spec = replace(pair.target.spec, logit_softcap=0.5)
+    assert agreement(pair).equal
+
+
 def test_feature_layers_that_contradict_each_other_are_refused_by_the_plugin(tmp_path):
     pair = random_pair(tmp_path)
     change_config(pair.checkpoint, eagle_aux_hidden_state_layer_ids=[1, 3, 4])

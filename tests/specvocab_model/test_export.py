@@ -386,7 +386,7 @@ def test_what_engines_would_serve_wrongly_is_refused(folder, tmp_path):
 @pytest.mark.parametrize("rope", [SPEC.rope_parameters, LLAMA3_ROPE, YARN_ROPE])
 def test_the_layout_of_speculators(rope, tmp_path):
     """The keys that speculators 0.9's Eagle3SpeculatorConfig and vLLM 0.33's reader of it ask for, by hand."""
-    spec = dataclasses.replace(SPEC, rope_parameters=rope)
+    spec = dataclasses.replace(SPEC, rope_parameters=rope, logit_softcap=30.0)
     model = make_model(spec)
     folder = save_checkpoint(tmp_path / "export", model, spec, PROVENANCE, dtype=torch.float32, layout="speculators")
     config = json.loads((folder / "config.json").read_text())
@@ -404,6 +404,7 @@ def test_the_layout_of_speculators(rope, tmp_path):
         "verifier": {"name_or_path": "some/target", "architectures": ["Qwen3ForCausalLM"]},
     }
     assert "model_type" not in config  # with one, vLLM does not look for speculators_config
+    assert (layer["logit_scale"], layer["final_logit_softcapping"]) == (0.5, 30.0)
     llama = LlamaConfig(**layer)
     assert (llama.rope_parameters, llama.head_dim, llama.max_position_embeddings) == (rope, 20, 4096)
     assert load_file(folder / "model.safetensors").keys() == {
@@ -496,6 +497,15 @@ def test_other_folders_are_not_overwritten(model, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     assert "not a SpecVocab checkpoint" in error_of(lambda: save_checkpoint(tmp_path, model, SPEC, PROVENANCE))
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
+    inside = tmp_path / "thesis.tex/some/export"
+    assert "thesis.tex is a file, so" in error_of(lambda: save_checkpoint(inside, model, SPEC, PROVENANCE))
+
+
+@pytest.mark.parametrize("folder", [".", "..", "/"])
+def test_a_folder_without_a_name_is_not_replaced(folder, model, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert "name a folder of the checkpoint's own" in error_of(lambda: save_checkpoint(folder, model, SPEC, PROVENANCE))
 
 
 def test_provenance_and_evaluation_are_recorded(folder):

@@ -9,39 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from specvocab_model.attention import DraftCache
 from specvocab_model.config import DraftConfig, HeadConfig
 from specvocab_model.decode import autoregressive_generate, place_draft
 from specvocab_model.draft import SpecVocabDraft
-from specvocab_model.heads import build_head
 from specvocab_model.heads.static import prune
 from specvocab_model.serving.check import Served, acceptance_problems, compare_logits, decode, problems
 from specvocab_model.target import Target
 from specvocab_model.vocab import VocabMap
+from tests.our_engine import OurEngine
 from tests.tiny import tiny_target
 
 PROMPTS = [[3, 50, 7], [9, 9, 60, 2, 1]]
-
-
-class OurEngine:
-    """The trainer's draft and heads behind the signature of ``ServedDraft``."""
-
-    name = "ours 1.0"
-
-    def __init__(self, target: Target, model: SpecVocabDraft, head: str) -> None:
-        self.target, self.model, self.head = target, copy.deepcopy(model), head
-        self.feature_layers: tuple[int, ...] = model.architecture.feature_layers
-
-    def logits(self, features: Tensor, next_ids: Tensor) -> Tensor:
-        draft = self.model.draft
-        positions = torch.arange(len(next_ids))[None]
-        hidden = draft.forward_cached(draft.fuse(features)[None], self.target.embed(next_ids)[None], positions,
-                                      DraftCache())
-        return build_head(self.head, self.target, self.model)(draft.norm(hidden[0])).dense_logits(
-            self.target.spec.vocab_size)
-
-    def serve(self, prompts, max_new_tokens: int) -> Served:
-        return decode(self.target, self.model, self.head, prompts, max_new_tokens=max_new_tokens, num_draft_tokens=3)
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
@@ -106,6 +84,36 @@ def test_a_draft_that_is_read_wrongly_is_different(head, spoil, target, model, t
     assert any("computes other logits" in line for line in problems(engine, model, target.spec, None, found))
 
 
+@pytest.mark.parametrize(("head", "spoil"), [
+    ("speculative", lambda logits: logits.nan_to_num(neginf=-1e4)),  # every token, of which few can be compared
+    ("speculative", lambda logits: logits.index_fill(0, torch.tensor([5]), torch.nan)),
+    ("full", lambda logits: logits.index_fill(1, torch.tensor([200]), torch.nan)),
+    ("full", lambda logits: logits.index_fill(1, torch.tensor([200]), torch.inf)),
+])
+def test_a_part_that_cannot_be_compared_is_different(head, spoil, target, model, text, monkeypatch):
+    engine = OurEngine(target, model, head)
+    monkeypatch.setattr(engine, "logits", lambda *arguments: spoil(OurEngine.logits(engine, *arguments)))
+    assert not compare_logits(engine, model, target, text).equal
+
+
+def test_a_token_that_a_full_head_leaves_out_is_different(target, model, text, monkeypatch):
+    full = copy.deepcopy(model)
+    full.speculator, full.head_config = None, HeadConfig(type="full")
+    engine = OurEngine(target, full, "full")
+    assert compare_logits(engine, full, target, text).equal
+    monkeypatch.setattr(engine, "logits", lambda *arguments: OurEngine.logits(engine, *arguments).index_fill(
+        1, torch.tensor([200]), -torch.inf))
+    found = compare_logits(engine, full, target, text)
+    assert found.head == "full" and not found.equal
+
+
+def test_the_full_vocabulary_without_a_token_is_not_the_speculated_one(target, model, text, monkeypatch):
+    engine = OurEngine(target, model, "full")
+    monkeypatch.setattr(engine, "logits", lambda *arguments: OurEngine.logits(engine, *arguments).index_fill(
+        1, torch.tensor([200]), -torch.inf))
+    assert not compare_logits(engine, model, target, text).equal
+
+
 def test_other_candidates_are_different(target, model, text):
     engine = OurEngine(target, model, "speculative")
     engine.model.speculator.vocab_proj.weight.data = model.speculator.vocab_proj.weight.data.roll(1, 0)
@@ -118,6 +126,12 @@ def test_feature_layers_are_compared_with_the_drafts_and_with_those_of_training(
     engine.feature_layers = (1, 3, 4)
     lines = problems(engine, model, target.spec, {"draft": {"feature_layers": [3, 5, 6]}}, found)
     assert len(lines) == 2 and "takes features from layers [1, 3, 4]" in lines[0] and "on [3, 5, 6]" in lines[1]
+
+
+def test_a_record_without_a_training_names_no_feature_layers(target, model, text):
+    engine = OurEngine(target, model, "speculative")
+    found = compare_logits(engine, model, target, text)
+    assert problems(engine, model, target.spec, {"convert": {"draft": "folder"}}, found) == []
 
 
 def test_decode_counts_rounds_and_positions(target, model):

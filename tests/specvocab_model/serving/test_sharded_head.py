@@ -75,8 +75,9 @@ def test_every_rank_gives_the_best_of_all_ranks_candidates(selection, sizes):
 def test_one_rank_is_the_head_itself(selection, quantization):
     world = World(selection, 77, [77], quantization)
     ids, logits = world.heads[0].candidates(world.hidden, world.lm_head)
-    expected = world.speculator.selection.select(world.speculator(world.hidden))
+    expected = world.speculator.selection.select(world.speculator(world.hidden)).int()
     assert torch.equal(ids.sort(1).values, expected.sort(1).values)
+    ids = ids.long()
     exact = (world.hidden.double() @ world.lm_head.double().T).gather(1, ids)
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
     tokens = world.heads[0].greedy_tokens(world.hidden, world.lm_head)
@@ -116,6 +117,25 @@ def test_a_quantised_lm_head_is_refused():
     speculator = VocabSpeculator(HIDDEN, RANK, ExactSelection(77, 9))
     with pytest.raises(ConfigError, match=r"lm_head is stored as torch\.int8.*whose lm_head is not quantised"):
         ShardedHead(speculator, 0, torch.zeros(77, HIDDEN, dtype=torch.int8))
+
+
+@pytest.mark.parametrize("call", [lambda head, *inputs: head.greedy_tokens(*inputs),
+                                  lambda head, *inputs: head.dense_logits(*inputs, 77, torch.float32)])
+def test_a_quantised_lm_head_that_is_shared_later_is_refused(call):
+    """Engines build a draft with a placeholder and put the target's in its place afterwards."""
+    world = World("exact", 77, [77])
+    with pytest.raises(ConfigError, match=r"stored as torch\.float8_e4m3fn"):
+        call(world.heads[0], world.hidden, world.lm_head.to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("sizes", [[77], [40, 37]])
+def test_where_all_of_lm_head_is_faster_every_token_is_a_candidate(sizes):
+    world = World("tile", 77, sizes, impl="full")
+    logits = world.hidden @ world.lm_head.T
+    torch.testing.assert_close(world.dense_logits(), logits)
+    assert all(torch.equal(tokens, logits.argmax(-1)) for tokens in world.greedy_tokens())
+    ids = world.heads[0].candidates(world.hidden, world.shards[0])[0]
+    assert ids.untyped_storage().nbytes() == 4 * sizes[0]  # one row for all, not one for each
 
 
 @pytest.mark.gpu
