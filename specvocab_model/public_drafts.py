@@ -3,14 +3,15 @@
 Folders in the naming of SafeAILab/EAGLE and SpecForge (``midlayer.*``; safetensors or pytorch_model.bin) and in that of
 speculators (``layers.0.*``). Such a draft may bring a head of its own, often over a reduced vocabulary (``d2t``: the
 target's id of row ``i`` is ``i + d2t[i]``), and a copy of the target's embedding. Its config.json may be careless about
-the context length, which says how long its training rows were: rotary positions do not depend on it.
+the context length, which says how long its training rows were: where rotary positions do not depend on it, a checkpoint
+gets the target's.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specvocab_model.config import ConfigError
-from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.eagle3 import ARCHITECTURE, check_target, read_architecture, read_draft_vocab_size
 from specvocab_model.export import PROVENANCE_FILE, build_draft, load_checkpoint
 from specvocab_model.files import read_json, require_fields
@@ -27,6 +28,7 @@ from specvocab_model.target import TargetSpec
 from specvocab_model.tensor_files import read_safetensors
 
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")  # two names of one thing
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # types of RoPE
 FETCH_AGAIN = "bring the whole draft here again (hf download OWNER/NAME --local-dir FOLDER)"
 
 
@@ -69,10 +71,9 @@ def _read_public_draft(folder: Path, target_spec: TargetSpec, feature_layers: Se
     if config.get("tie_word_embeddings"):
         raise ConfigError(f"{path} has tie_word_embeddings=true, and an EAGLE-3 draft has no embedding to tie its head "
                           "to; set it to false if the draft was trained with the target's lm_head or its own")
-    config["max_position_embeddings"] = target_spec.max_position_embeddings
     if feature_layers is not None:
         config |= {"eagle_aux_hidden_state_layer_ids": list(feature_layers), "eagle_config": None}
-    architecture = read_architecture(config, str(path), None, target_spec)
+    architecture = _with_context(read_architecture(config, str(path), None, target_spec), target_spec, str(path))
     check_target(architecture, target_spec, str(folder))
     tensors = our_names(read_weights(folder), str(folder))
     embed_tokens = tensors.pop("embed_tokens.weight", None)
@@ -82,6 +83,20 @@ def _read_public_draft(folder: Path, target_spec: TargetSpec, feature_layers: Se
         embed_tokens=embed_tokens,
         made_for=_target_name(written.get("speculators_config")),
     )
+
+
+def _with_context(architecture: DraftArchitecture, target_spec: TargetSpec, where: str) -> DraftArchitecture:
+    """The draft with the target's context length; its RoPE, whose defaults come of its own, has been read before.
+
+    Raises:
+        ConfigError: its rotary frequencies depend on the length itself.
+    """
+    length, rope_type = architecture.max_position_embeddings, architecture.rope_parameters["rope_type"]
+    if rope_type in LENGTH_DEPENDENT and length != target_spec.max_position_embeddings:
+        raise ConfigError(f"{where} has rope_type={rope_type!r} and max_position_embeddings={length}, on which its "
+                          f"rotary frequencies depend, but {target_spec.name} is served up to "
+                          f"{target_spec.max_position_embeddings}; such a draft cannot be converted for it")
+    return replace(architecture, max_position_embeddings=target_spec.max_position_embeddings)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

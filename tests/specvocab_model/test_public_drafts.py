@@ -228,3 +228,22 @@ def test_the_context_is_the_targets(tmp_path):
     longer = dataclasses.replace(SPEC, max_position_embeddings=131072)
     draft = open_draft(write(tmp_path / "draft", SAFEAILAB, layer_tensors() | reduced_head()), longer)
     assert draft.model.architecture.max_position_embeddings == 131072
+
+
+@pytest.mark.parametrize("rope", [
+    {"type": "yarn", "factor": 4.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+])
+def test_rope_without_its_original_context_means_the_drafts_own(rope, tmp_path):
+    """transformers fills it in from max_position_embeddings, which says something else once it is the target's."""
+    folder = write(tmp_path / "draft", SAFEAILAB | {"rope_scaling": rope}, layer_tensors() | reduced_head())
+    architecture = open_draft(folder, SPEC).model.architecture
+    assert architecture.rope_parameters["original_max_position_embeddings"] == 2048
+    assert architecture.max_position_embeddings == 4096
+
+
+def test_rope_that_depends_on_the_context_is_refused(tmp_path):
+    config = SAFEAILAB | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    folder = write(tmp_path / "draft", config, layer_tensors() | reduced_head())
+    assert "rope_type='dynamic' and max_position_embeddings=2048, on which" in error_of(folder)
+    open_draft(folder, dataclasses.replace(SPEC, max_position_embeddings=2048))
