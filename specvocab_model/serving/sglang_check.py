@@ -128,14 +128,7 @@ class SGLangDraft:
                                       sampling_params={"temperature": 0.0, "max_new_tokens": max_new_tokens})
         finally:
             engine.shutdown()
-        rounds, accepted = 0, [0] * self._arguments["speculative_num_steps"]
-        for output in outputs:
-            rounds += output["meta_info"]["spec_verify_ct"]
-            histogram = output["meta_info"]["spec_correct_drafts_histogram"]  # rounds by number of accepted drafts
-            for position in range(len(accepted)):
-                accepted[position] += sum(histogram[position + 1 :])
-        return Served(answers=[output["output_ids"] for output in outputs], num_rounds=rounds,
-                      accepted_per_position=accepted)
+        return count_drafts(outputs, self._arguments["speculative_num_steps"])
 
     def close(self) -> None:
         """Free the models, also for other processes, and SGLang's process groups; may be called again."""
@@ -173,6 +166,18 @@ class SGLangDraft:
             whole = logits.new_full((len(logits), self.draft.config.vocab_size), -torch.inf)
             logits = whole.index_copy_(1, self.draft.hot_token_id.to(logits.device), logits)
         return logits.float().to(device)
+
+
+def count_drafts(outputs: Sequence[dict[str, Any]], num_draft_tokens: int) -> Served:
+    """What SGLang's answers say of their rounds; one that is a single token has had none, and says nothing."""
+    rounds, accepted = 0, [0] * num_draft_tokens
+    for output in outputs:
+        rounds += output["meta_info"].get("spec_verify_ct", 0)
+        histogram = output["meta_info"].get("spec_correct_drafts_histogram", ())  # rounds by number of accepted drafts
+        for position in range(len(accepted)):
+            accepted[position] += sum(histogram[position + 1 :])
+    return Served(answers=[output["output_ids"] for output in outputs], num_rounds=rounds,
+                  accepted_per_position=accepted)
 
 
 class _CausalAttention(AttentionBackend):

@@ -31,7 +31,8 @@ from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, load_plugins_by_group
 from sglang.srt.utils.network import get_free_port
 
-from specvocab_model.serving.sglang_check import SGLangDraft
+from specvocab_model.serving.check import Served
+from specvocab_model.serving.sglang_check import SGLangDraft, count_drafts
 from specvocab_model.serving.sglang_draft import SpecVocabLlamaForCausalLMEagle3
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -203,6 +204,15 @@ def test_the_plugin_is_found_and_can_be_left_out(monkeypatch: pytest.MonkeyPatch
     assert "specvocab" in load_plugins_by_group(GENERAL_PLUGINS_GROUP)
     monkeypatch.setenv("SGLANG_PLUGINS", "none")
     assert load_plugins_by_group(GENERAL_PLUGINS_GROUP) == {}
+
+
+def test_rounds_are_counted_also_of_answers_without_one():
+    """As its tokenizer manager reports them: of an answer that is an end token alone, nothing."""
+    served = count_drafts([
+        {"output_ids": [5, 6, 7, 8, 2], "meta_info": {"spec_verify_ct": 3, "spec_correct_drafts_histogram": [1, 1, 1]}},
+        {"output_ids": [2], "meta_info": {}},
+    ], 3)
+    assert served == Served(answers=[[5, 6, 7, 8, 2], [2]], num_rounds=3, accepted_per_position=[2, 1, 0])
 
 
 def test_layers_counted_the_wrong_way_are_seen(tmp_path: Path):
