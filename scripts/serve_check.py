@@ -125,8 +125,8 @@ def check(options: argparse.Namespace) -> list[str]:
     torch.cuda.empty_cache()
     engine = served.serve(prompts, options.max_new_tokens)
     print(compare(served.name, engine, own))
-    evaluation = record.get("evaluation")
-    return found + acceptance_problems(engine, own, evaluation and max(evaluation["tau"].values()))
+    recorded = recorded_tau(record.get("evaluation"), agreement.head, options.num_draft_tokens)
+    return found + acceptance_problems(engine, own, recorded)
 
 
 def read_record(options: argparse.Namespace) -> dict[str, Any]:
@@ -145,6 +145,14 @@ def read_record(options: argparse.Namespace) -> dict[str, Any]:
         require_fields(config, {"torch_dtype": str}, config_path, COPY_AGAIN)
         options.dtype = config["torch_dtype"]
     return record
+
+
+def recorded_tau(evaluation: dict[str, Any] | None, head: str, num_draft_tokens: int) -> float | None:
+    """Tokens a round that an evaluation recorded with this head, had its chains been no longer than ours."""
+    if evaluation is None or head not in evaluation["tau"]:
+        return None
+    kept_per_position: list[float] = evaluation["details"][head]["acceptance_per_position"]
+    return 1 + sum(kept_per_position[:num_draft_tokens])
 
 
 def encode(target: Target, options: argparse.Namespace) -> list[list[int]]:

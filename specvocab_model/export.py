@@ -112,6 +112,7 @@ def save_checkpoint(
     check_target(architecture, target_spec, "the draft")
     own = model.own_head
     draft_vocab_size = None if own is None else len(own.ids)
+    _check_head(draft_vocab_size, architecture, model.speculator is not None, "the draft")
     draft = to_store(model.draft.state_dict(), dtype)
     if own is not None:
         draft |= to_store({"lm_head.weight": own.weight}, dtype)
@@ -244,6 +245,7 @@ def build_draft(
     Raises:
         ConfigError: a tensor is missing, unknown, misshapen or not finite, or the vocabulary's map contradicts itself.
     """
+    _check_head(draft_vocab_size, architecture, head_config is not None, where)
     check_tensors(tensors, tensor_shapes(architecture, draft_vocab_size), where)
     own = None
     if draft_vocab_size is not None:
@@ -260,6 +262,16 @@ def build_draft(
     layer = {name: tensor for name, tensor in tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}
     model.draft.load_state_dict(layer, assign=True)
     return model
+
+
+def _check_head(
+    draft_vocab_size: int | None, architecture: DraftArchitecture, has_speculator: bool, where: str
+) -> None:
+    """See that a speculator, whose rows are the target's ids, does not stand on a head with rows of its own."""
+    if has_speculator and draft_vocab_size is not None and draft_vocab_size < architecture.vocab_size:
+        raise ConfigError(f"{where} has a speculator over {architecture.vocab_size} tokens and a head over "
+                          f"{draft_vocab_size} of them, whose rows it would take for other tokens; leave one of "
+                          "the two out")
 
 
 def _read_provenance(folder: Path) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ def model_card(record: dict[str, Any]) -> str:
     head = "the target's full vocabulary"
     if (size := record.get("draft_vocab_size")) is not None:  # older checkpoints do not have it
         head = f"an output embedding of its own over {size} of {target['vocab_size']} tokens"
+    whole = "" if size is not None and size < target["vocab_size"] else "full-vocabulary "
     if speculator is not None:
         bits = f" in {speculator['quantization']}" if speculator["quantization"] else ""
         how = ""
@@ -36,7 +37,7 @@ from specvocab_model.draft import SpecVocabDraft
 draft = SpecVocabDraft.from_pretrained("path/to/this/folder")
 ```
 
-`config.json` and `model.safetensors` are a stock full-vocabulary EAGLE-3 draft, which engines load as it is. The draft
+`config.json` and `model.safetensors` are a stock {whole}EAGLE-3 draft, which engines load as it is. The draft
 fits this target only (fingerprint `{target['fingerprint'][:12]}`). `specvocab.json` says how it was made.
 """
 

@@ -118,6 +118,19 @@ def test_what_cannot_be_asked_is_said(arguments, said, checkpoint, capsys):
     assert said in refusal([str(checkpoint), *arguments], capsys)
 
 
+def test_the_evaluation_that_is_recalled_is_of_the_same_head_and_length():
+    def measured(*kept: float) -> dict:
+        return {"acceptance_per_position": list(kept)}
+
+    evaluation = {"tau": {"full": 3.1, "speculative": 2.7},
+                  "details": {"autoregressive": measured(), "full": measured(0.9, 0.7, 0.5),
+                              "speculative": measured(0.8, 0.5, 0.4)}}
+    assert serve_check.recorded_tau(evaluation, "speculative", 3) == pytest.approx(2.7)
+    assert serve_check.recorded_tau(evaluation, "speculative", 2) == pytest.approx(2.3)
+    assert serve_check.recorded_tau(evaluation, "static", 3) is None
+    assert serve_check.recorded_tau(None, "speculative", 3) is None
+
+
 @pytest.mark.parametrize("option", ["--max-new-tokens", "--num-draft-tokens", "--max-model-len"])
 def test_a_count_of_nothing_is_refused(option, checkpoint, capsys):
     with pytest.raises(SystemExit):

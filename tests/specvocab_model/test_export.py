@@ -167,7 +167,20 @@ def test_a_head_of_its_own_is_loaded_as_it_was_saved(vocab, head, layout, tmp_pa
     assert loaded.head_config.type == ("static" if head else "speculative")
     assert (loaded.speculator is None) == (model.speculator is None)
     if head:
-        assert f"its own over {len(vocab)} of 277 tokens" in (folder / "README.md").read_text()
+        card = (folder / "README.md").read_text()
+        assert f"its own over {len(vocab)} of 277 tokens" in card
+        assert ("full-vocabulary EAGLE-3" in card) == (vocab is EVERY)
+
+
+def test_a_speculator_on_a_reduced_head_is_refused(model, tmp_path):
+    """Plugins would take row 2 of six for token 2."""
+    both, message = with_own_head(KEPT), "rows it would take for other tokens"
+    assert message in error_of(lambda: save_checkpoint(tmp_path / "both", both, SPEC, PROVENANCE))
+    static = save_checkpoint(tmp_path / "static", with_own_head(KEPT, type="full"), SPEC, PROVENANCE)
+    speculated = save_checkpoint(tmp_path / "speculated", model, SPEC, PROVENANCE)
+    for file in ("config.json", "model.safetensors"):
+        (speculated / file).write_bytes((static / file).read_bytes())
+    assert message in error_of(lambda: load_checkpoint(speculated, SPEC))
 
 
 @given(ids=st.sets(st.integers(0, 276), min_size=1), layout=st.sampled_from(LAYOUTS), short=st.booleans())
