@@ -42,7 +42,11 @@ class SpecVocabLlamaForCausalLMEagle3(LlamaForCausalLMEagle3):
             raise ConfigError("SGLang repacks lm_head for AMX on this processor, which a speculated vocabulary cannot "
                               "read; serve without the plugin (SGLANG_PLUGINS=none)")
         with torch.device("cpu"):  # SGLang builds models under the device that they are for
-            speculator = load_checkpoint(folder).speculator
+            checkpoint = load_checkpoint(folder)
+        if checkpoint.architecture.norm_before_residual:
+            raise ConfigError(f"{folder} has norm_before_residual=true, which SGLang's draft does not know and would "
+                              "leave out without a word; serve it with vLLM")
+        speculator = checkpoint.speculator
         assert speculator is not None  # its folder is there
         head = ShardedHead(
             speculator,

@@ -231,6 +231,15 @@ def test_layers_counted_the_wrong_way_are_seen(tmp_path: Path):
     assert (features - trainers.target.forward(TEXT).features[0]).abs().mean() > 0.1
 
 
+def test_a_layer_that_sglang_does_not_have_is_refused(tmp_path: Path):
+    case = Case()
+    (target, checkpoint), _ = write(case, tmp_path)
+    config = json.loads((checkpoint / "config.json").read_text()) | {"norm_before_residual": True}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="norm_before_residual=true"), in_sglang(case, target, checkpoint):
+        pass
+
+
 def test_a_damaged_speculator_stops_the_engine(tmp_path: Path):
     case = Case()
     (target, checkpoint), _ = write(case, tmp_path)
