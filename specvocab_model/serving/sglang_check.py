@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specvocab_model.config import ConfigError
-from specvocab_model.serving.check import Served
+from specvocab_model.serving.check import ROWS, Served
 
 
 class SGLangDraft:
@@ -106,9 +106,12 @@ class SGLangDraft:
 
         Rows are by target id: a reduced head's stand where ``d2t`` puts them, −inf elsewhere.
         """
-        attention = _CausalAttention()
-        output = self._forward(self.draft, next_ids, attention, features.to(next(self.draft.parameters())))
-        logits = [self._dense(output.next_token_logits, features.device)]
+        attention, texts = _CausalAttention(), []
+        parts = zip(next_ids.split(ROWS), features.to(next(self.draft.parameters())).split(ROWS), strict=True)
+        for number, (ids, part) in enumerate(parts):
+            output = self._forward(self.draft, ids, attention, part, start=number * ROWS)
+            texts.append(self._dense(output.next_token_logits, features.device))
+        logits = [torch.cat(texts)]
         for step, token in enumerate(drafts):
             output = self._forward(self.draft, next_ids.new_tensor([token]), attention, output.hidden_states[-1:],
                                    start=len(next_ids) + step)

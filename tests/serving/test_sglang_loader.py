@@ -34,6 +34,7 @@ from sglang.srt.utils.network import get_free_port
 from specvocab_model.serving.check import Served
 from specvocab_model.serving.sglang_check import SGLangDraft, count_drafts
 from specvocab_model.serving.sglang_draft import SpecVocabLlamaForCausalLMEagle3
+from specvocab_model.serving.sharded_head import ShardedHead
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
@@ -204,6 +205,18 @@ def test_the_plugin_is_found_and_can_be_left_out(monkeypatch: pytest.MonkeyPatch
     assert "specvocab" in load_plugins_by_group(GENERAL_PLUGINS_GROUP)
     monkeypatch.setenv("SGLANG_PLUGINS", "none")
     assert load_plugins_by_group(GENERAL_PLUGINS_GROUP) == {}
+
+
+def test_no_more_rows_are_asked_for_than_get_candidates_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The plugin takes the full head for many rows, which the check would take for the plugin's absence."""
+    case, rows, candidates = Case(), [], ShardedHead.candidates
+    monkeypatch.setattr(ShardedHead, "candidates", lambda self, hidden, lm_head: (
+        rows.append(len(hidden)), candidates(self, hidden, lm_head))[1])
+    folders, written = write(case, tmp_path)
+    features = load_trainers(case, folders[0], written).target.forward(TEXT).features[0, :-1]
+    with in_sglang(case, *folders) as served:
+        served.logits(features, TEXT[0, 1:])
+    assert max(rows) <= 8 and sum(rows) == 89
 
 
 def test_rounds_are_counted_also_of_answers_without_one():

@@ -17,6 +17,7 @@ from vllm.plugins import load_general_plugins
 
 from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
 from specvocab_model.serving.check import Agreement, compare_logits, problems
+from specvocab_model.serving.sharded_head import ShardedHead
 from specvocab_model.serving.vllm_check import VllmDraft
 from specvocab_model.serving.vllm_plugin import ARCHITECTURES, register
 from tests.serving.pairs import Pair, random_pair
@@ -98,6 +99,15 @@ def test_without_the_plugin_the_full_head_is_served_and_said_to_be(stock, tmp_pa
     assert found.equal and found.head == "full"
     (line,) = problems(served, pair.model, pair.target.spec, None, found)
     assert "serves the full vocabulary" in line
+
+
+def test_no_more_rows_are_asked_for_than_get_candidates_on_a_gpu(tmp_path, monkeypatch):
+    """The plugin takes the full head for many rows, which the check would take for the plugin's absence."""
+    rows, candidates = [], ShardedHead.candidates
+    monkeypatch.setattr(ShardedHead, "candidates", lambda self, hidden, lm_head: (
+        rows.append(len(hidden)), candidates(self, hidden, lm_head))[1])
+    assert agreement(random_pair(tmp_path)).equal
+    assert max(rows) <= 8 and sum(rows) == 199
 
 
 def change_config(checkpoint: Path, **changes) -> None:
