@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -69,7 +69,12 @@ class SGLangDraft:
         arguments = ServerArgs(**self._arguments, device=device, tp_size=num_ranks, attention_backend="torch_native")
         publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
         init_parallel_runtime(server_args=arguments, device=device, dist_port=dist_port or get_free_port())
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._load(arguments, folder, target, device)
+            undo.pop_all()
 
+    def _load(self, arguments: ServerArgs, folder: Path, target: str, device: str) -> None:
         def load(path: str, is_draft_model: bool) -> tuple[ModelConfig, Any]:
             config = ModelConfig.from_server_args(arguments, model_path=path, is_draft_model=is_draft_model)
             return config, get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig(device))

@@ -85,7 +85,6 @@ def test_a_draft_that_is_read_wrongly_is_different(head, spoil, target, model, t
 
 
 @pytest.mark.parametrize(("head", "spoil"), [
-    ("speculative", lambda logits: logits.nan_to_num(neginf=-1e4)),  # every token, of which few can be compared
     ("speculative", lambda logits: logits.index_fill(0, torch.tensor([5]), torch.nan)),
     ("full", lambda logits: logits.index_fill(1, torch.tensor([200]), torch.nan)),
     ("full", lambda logits: logits.index_fill(1, torch.tensor([200]), torch.inf)),
