@@ -245,8 +245,8 @@ def build_draft(
     Raises:
         ConfigError: a tensor is missing, unknown, misshapen or not finite, or the vocabulary's map contradicts itself.
     """
-    _check_head(draft_vocab_size, architecture, head_config is not None, where)
     check_tensors(tensors, tensor_shapes(architecture, draft_vocab_size), where)
+    _check_head(draft_vocab_size, architecture, head_config is not None, where)
     own = None
     if draft_vocab_size is not None:
         vocab = VocabMap.from_ids(torch.arange(architecture.vocab_size), architecture.vocab_size)
