@@ -32,7 +32,7 @@ import torch
 from safetensors.torch import save_file
 
 from data_gen.token_counts import count_tokens
-from specvocab_model.cli import EXIT_CONFIG_ERROR
+from specvocab_model.cli import EXIT_CONFIG_ERROR, positive
 from specvocab_model.config import DTYPES, ConfigError, DraftConfig, TargetConfig
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
@@ -89,13 +89,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of TPE")
     parser.add_argument("--output", default="outputs/trim_vocab")
     return parser
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
 
 
 def share(text: str) -> float:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from data_gen.shards import load_rows, supervised_ids
-from specvocab_model.cli import EXIT_CONFIG_ERROR
+from specvocab_model.cli import EXIT_CONFIG_ERROR, positive
 from specvocab_model.config import DTYPES, ConfigError, TargetConfig
 from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
@@ -97,13 +97,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--latency-only", action="store_true", help="only times, of random weights")
     parser.add_argument("--shapes", type=shapes, default=[(151936, 4096)], help="VxD,VxD,... for --latency-only")
     return parser
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
 
 
 def integers(text: str) -> list[int]:

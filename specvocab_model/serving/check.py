@@ -23,6 +23,7 @@ SLACK = 2.0  # times the trainer's rounding that an engine's may be: it adds up 
 LEAST_ERROR = 1e-5  # of either, relative: where the trainer's own is next to nothing
 LEAST_LOSS = 0.02  # of candidates, as a share: with an 8-bit vocab_proj kernels round the other factor too
 FEW = 0.5  # accepted drafts a round; an untrained draft has next to none, a trained one at least 1
+ROWS = 8  # that engines are asked for at one time: of many, our plugins score every token where that is faster on a GPU
 LOST_ACCEPTANCE = 0.05  # share of our own decoder's accepted drafts that an engine may lose
 
 

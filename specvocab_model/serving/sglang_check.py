@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specvocab_model.config import ConfigError
-from specvocab_model.serving.check import Served
+from specvocab_model.serving.check import ROWS, Served
 
 
 class SGLangDraft:
@@ -69,7 +69,12 @@ class SGLangDraft:
         arguments = ServerArgs(**self._arguments, device=device, tp_size=num_ranks, attention_backend="torch_native")
         publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
         init_parallel_runtime(server_args=arguments, device=device, dist_port=dist_port or get_free_port())
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._load(arguments, folder, target, device)
+            undo.pop_all()
 
+    def _load(self, arguments: ServerArgs, folder: Path, target: str, device: str) -> None:
         def load(path: str, is_draft_model: bool) -> tuple[ModelConfig, Any]:
             config = ModelConfig.from_server_args(arguments, model_path=path, is_draft_model=is_draft_model)
             return config, get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig(device))
@@ -106,9 +111,12 @@ class SGLangDraft:
 
         Rows are by target id: a reduced head's stand where ``d2t`` puts them, −inf elsewhere.
         """
-        attention = _CausalAttention()
-        output = self._forward(self.draft, next_ids, attention, features.to(next(self.draft.parameters())))
-        logits = [self._dense(output.next_token_logits, features.device)]
+        attention, texts = _CausalAttention(), []
+        parts = zip(next_ids.split(ROWS), features.to(next(self.draft.parameters())).split(ROWS), strict=True)
+        for number, (ids, part) in enumerate(parts):
+            output = self._forward(self.draft, ids, attention, part, start=number * ROWS)
+            texts.append(self._dense(output.next_token_logits, features.device))
+        logits = [torch.cat(texts)]
         for step, token in enumerate(drafts):
             output = self._forward(self.draft, next_ids.new_tensor([token]), attention, output.hidden_states[-1:],
                                    start=len(next_ids) + step)
@@ -128,22 +136,16 @@ class SGLangDraft:
                                       sampling_params={"temperature": 0.0, "max_new_tokens": max_new_tokens})
         finally:
             engine.shutdown()
-        rounds, accepted = 0, [0] * self._arguments["speculative_num_steps"]
-        for output in outputs:
-            rounds += output["meta_info"]["spec_verify_ct"]
-            histogram = output["meta_info"]["spec_correct_drafts_histogram"]  # rounds by number of accepted drafts
-            for position in range(len(accepted)):
-                accepted[position] += sum(histogram[position + 1 :])
-        return Served(answers=[output["output_ids"] for output in outputs], num_rounds=rounds,
-                      accepted_per_position=accepted)
+        return count_drafts(outputs, self._arguments["speculative_num_steps"])
 
     def close(self) -> None:
-        """Free the models and SGLang's process groups; may be called again."""
+        """Free the models, also for other processes, and SGLang's process groups; may be called again."""
         self.target = self.draft = None
         destroy_model_parallel()
         destroy_distributed_environment()
         with suppress(AssertionError):  # there is none left
             torch.distributed.destroy_process_group()
+        torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:
         return self
@@ -172,6 +174,18 @@ class SGLangDraft:
             whole = logits.new_full((len(logits), self.draft.config.vocab_size), -torch.inf)
             logits = whole.index_copy_(1, self.draft.hot_token_id.to(logits.device), logits)
         return logits.float().to(device)
+
+
+def count_drafts(outputs: Sequence[dict[str, Any]], num_draft_tokens: int) -> Served:
+    """What SGLang's answers say of their rounds; one that is a single token has had none, and says nothing."""
+    rounds, accepted = 0, [0] * num_draft_tokens
+    for output in outputs:
+        rounds += output["meta_info"].get("spec_verify_ct", 0)
+        histogram = output["meta_info"].get("spec_correct_drafts_histogram", ())  # rounds by number of accepted drafts
+        for position in range(len(accepted)):
+            accepted[position] += sum(histogram[position + 1 :])
+    return Served(answers=[output["output_ids"] for output in outputs], num_rounds=rounds,
+                  accepted_per_position=accepted)
 
 
 class _CausalAttention(AttentionBackend):

@@ -10,11 +10,9 @@ SGLang's worker takes the drafted tokens from ``[N, V]`` logits: what that costs
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
 from sglang.srt.runtime_context import get_spec
@@ -23,8 +21,10 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specvocab_model.config import ConfigError
-from specvocab_model.export import DRAFT_FILE, PROVENANCE_FILE, SPECULATOR_FOLDER, load_checkpoint
+from specvocab_model.export import load_checkpoint
+from specvocab_model.serving.checkpoint import checkpoint_folder
 from specvocab_model.serving.sharded_head import ShardedHead
+from specvocab_model.speculator_files import SPECULATOR_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +35,18 @@ class SpecVocabLlamaForCausalLMEagle3(LlamaForCausalLMEagle3):
     def __init__(self, config: LlamaConfig, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
         assert config.name_or_path is not None  # SGLang has read it from there
-        folder = checkpoint_folder(config.name_or_path)
+        folder = checkpoint_folder(config.name_or_path, get_spec().speculative_draft_model_revision)
         if not (folder / SPECULATOR_FOLDER).is_dir():
             return
         if self.lm_head.weight.device.type == "cpu" and cpu_has_amx_support():
             raise ConfigError("SGLang repacks lm_head for AMX on this processor, which a speculated vocabulary cannot "
                               "read; serve without the plugin (SGLANG_PLUGINS=none)")
         with torch.device("cpu"):  # SGLang builds models under the device that they are for
-            speculator = load_checkpoint(folder).speculator
+            checkpoint = load_checkpoint(folder)
+        if checkpoint.architecture.norm_before_residual:
+            raise ConfigError(f"{folder} has norm_before_residual=true, which SGLang's draft does not know and would "
+                              "leave out without a word; serve it with vLLM")
+        speculator = checkpoint.speculator
         assert speculator is not None  # its folder is there
         head = ShardedHead(
             speculator,
@@ -54,15 +58,6 @@ class SpecVocabLlamaForCausalLMEagle3(LlamaForCausalLMEagle3):
         self.lm_head.quant_method = SpeculatedVocabulary(head)
         self.logits_processor.final_logit_softcapping = None  # done by the head: it would make a finite number of −inf
         logger.info("Drafts of %s speculate on the vocabulary: %s, rank %d", folder, head.selection, speculator.rank)
-
-
-def checkpoint_folder(name_or_path: str) -> Path:
-    """The checkpoint on this machine; of a hub id SGLang itself downloads only what it reads."""
-    if Path(name_or_path).is_dir():
-        return Path(name_or_path)
-    files = ["config.json", DRAFT_FILE, PROVENANCE_FILE, f"{SPECULATOR_FOLDER}/*"]
-    revision = get_spec().speculative_draft_model_revision
-    return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=files))
 
 
 class SpeculatedVocabulary(QuantizeMethodBase):

@@ -25,7 +25,7 @@ from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
-from specvocab_model.serving.check import Served
+from specvocab_model.serving.check import ROWS, Served
 
 
 class VllmDraft:
@@ -83,7 +83,7 @@ class VllmDraft:
         positions = torch.arange(len(next_ids), device=weight.device)
         hidden = draft.combine_hidden_states(features.to(weight))
         output, _ = draft(next_ids.to(weight.device), positions, hidden)
-        return draft.compute_logits(output).float().to(features.device)
+        return torch.cat([draft.compute_logits(rows) for rows in output.split(ROWS)]).float().to(features.device)
 
     def serve(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Served:
         llm = LLM(disable_log_stats=False, **self._arguments)

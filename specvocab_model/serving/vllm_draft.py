@@ -6,18 +6,17 @@ Everything up to the final norm is vLLM's own; only what becomes of its output d
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Self
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.logger import init_logger
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
-from specvocab_model.export import DRAFT_FILE, PROVENANCE_FILE, load_checkpoint
+from specvocab_model.export import load_checkpoint
+from specvocab_model.serving.checkpoint import checkpoint_folder
 from specvocab_model.serving.sharded_head import ShardedHead
 from specvocab_model.speculator_files import SPECULATOR_FOLDER
 
@@ -31,13 +30,15 @@ class SpecVocabLlamaForCausalLMEagle3(Eagle3LlamaForCausalLM):
 
     def __new__(cls, *, vllm_config: VllmConfig, prefix: str = "") -> Self | Eagle3LlamaForCausalLM:
         # Of another class than this one, so Python does not call __init__ a second time.
-        if not (_checkpoint_folder(_draft_config(vllm_config)) / SPECULATOR_FOLDER).is_dir():
+        config = _draft_config(vllm_config)
+        if not (checkpoint_folder(config.model, config.revision) / SPECULATOR_FOLDER).is_dir():
             return Eagle3LlamaForCausalLM(vllm_config=vllm_config, prefix=prefix)
         return super().__new__(cls)
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        folder = _checkpoint_folder(_draft_config(vllm_config))
+        config = _draft_config(vllm_config)
+        folder = checkpoint_folder(config.model, config.revision)
         with torch.device("cpu"):  # vLLM builds models under the device that they are for
             speculator = load_checkpoint(folder).speculator
         assert speculator is not None
@@ -47,7 +48,7 @@ class SpecVocabLlamaForCausalLMEagle3(Eagle3LlamaForCausalLM):
             rows.org_vocab_start_index,
             self._lm_head_rows(),
             logit_scale=self.logits_processor.scale,
-            logit_softcap=self.logits_processor.soft_cap,
+            logit_softcap=self.config.to_dict().get("final_logit_softcapping"),  # vLLM's drafts have none
         )
         logger.info("Drafts of %s speculate on the vocabulary: %s, rank %d", folder, self.speculative_head.selection,
                     speculator.rank)
@@ -75,11 +76,3 @@ class SpecVocabLlamaForCausalLMEagle3(Eagle3LlamaForCausalLM):
 def _draft_config(vllm_config: VllmConfig) -> ModelConfig:
     assert vllm_config.speculative_config is not None  # vLLM builds an EAGLE-3 class for nothing else
     return vllm_config.speculative_config.draft_model_config
-
-
-def _checkpoint_folder(config: ModelConfig) -> Path:
-    """The checkpoint on this machine; vLLM itself downloads of a hub id only what it reads."""
-    if Path(config.model).is_dir():
-        return Path(config.model)
-    files = ["config.json", DRAFT_FILE, PROVENANCE_FILE, f"{SPECULATOR_FOLDER}/*"]
-    return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=files))

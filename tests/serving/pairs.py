@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from specvocab_model.config import DraftConfig, HeadConfig
+from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import Provenance, save_checkpoint
 from specvocab_model.heads.static import OwnHead
@@ -85,8 +86,8 @@ def random_pair(
 def exported(model: SpecVocabDraft, target: Target, folder: Path, layout: str = "eagle3") -> Pair:
     checkpoint = save_checkpoint(folder / "draft", model, target.spec, Provenance(), dtype=target.lm_head_weight.dtype,
                                  layout=layout)
-    read = SpecVocabDraft.from_pretrained(checkpoint, target_spec=target.spec)
-    return Pair(target=target, model=read, target_folder=folder / "target", checkpoint=checkpoint)
+    # As it was before export, but for the rounding, so that an export that loses something is seen.
+    return Pair(target=target, model=place_draft(model, target), target_folder=folder / "target", checkpoint=checkpoint)
 
 
 def orbits(num_rows: int, length: int, generator: torch.Generator) -> Tensor:

@@ -31,8 +31,10 @@ from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, load_plugins_by_group
 from sglang.srt.utils.network import get_free_port
 
-from specvocab_model.serving.sglang_check import SGLangDraft
+from specvocab_model.serving.check import Served
+from specvocab_model.serving.sglang_check import SGLangDraft, count_drafts
 from specvocab_model.serving.sglang_draft import SpecVocabLlamaForCausalLMEagle3
+from specvocab_model.serving.sharded_head import ShardedHead
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
@@ -205,6 +207,27 @@ def test_the_plugin_is_found_and_can_be_left_out(monkeypatch: pytest.MonkeyPatch
     assert load_plugins_by_group(GENERAL_PLUGINS_GROUP) == {}
 
 
+def test_no_more_rows_are_asked_for_than_get_candidates_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The plugin takes the full head for many rows, which the check would take for the plugin's absence."""
+    case, rows, candidates = Case(), [], ShardedHead.candidates
+    monkeypatch.setattr(ShardedHead, "candidates", lambda self, hidden, lm_head: (
+        rows.append(len(hidden)), candidates(self, hidden, lm_head))[1])
+    folders, written = write(case, tmp_path)
+    features = load_trainers(case, folders[0], written).target.forward(TEXT).features[0, :-1]
+    with in_sglang(case, *folders) as served:
+        served.logits(features, TEXT[0, 1:])
+    assert max(rows) <= 8 and sum(rows) == 89
+
+
+def test_rounds_are_counted_also_of_answers_without_one():
+    """As its tokenizer manager reports them: of an answer that is an end token alone, nothing."""
+    served = count_drafts([
+        {"output_ids": [5, 6, 7, 8, 2], "meta_info": {"spec_verify_ct": 3, "spec_correct_drafts_histogram": [1, 1, 1]}},
+        {"output_ids": [2], "meta_info": {}},
+    ], 3)
+    assert served == Served(answers=[[5, 6, 7, 8, 2], [2]], num_rounds=3, accepted_per_position=[2, 1, 0])
+
+
 def test_layers_counted_the_wrong_way_are_seen(tmp_path: Path):
     case = Case()
     (target, checkpoint), written = write(case, tmp_path)
@@ -219,6 +242,15 @@ def test_layers_counted_the_wrong_way_are_seen(tmp_path: Path):
         assert served.feature_layers == tuple(layer + 1 for layer in trainers.target.feature_layers)
         features = served.target_output(TEXT[0])[0]
     assert (features - trainers.target.forward(TEXT).features[0]).abs().mean() > 0.1
+
+
+def test_a_layer_that_sglang_does_not_have_is_refused(tmp_path: Path):
+    case = Case()
+    (target, checkpoint), _ = write(case, tmp_path)
+    config = json.loads((checkpoint / "config.json").read_text()) | {"norm_before_residual": True}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="norm_before_residual=true"), in_sglang(case, target, checkpoint):
+        pass
 
 
 def test_a_damaged_speculator_stops_the_engine(tmp_path: Path):

@@ -17,6 +17,7 @@ from vllm.plugins import load_general_plugins
 
 from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
 from specvocab_model.serving.check import Agreement, compare_logits, problems
+from specvocab_model.serving.sharded_head import ShardedHead
 from specvocab_model.serving.vllm_check import VllmDraft
 from specvocab_model.serving.vllm_plugin import ARCHITECTURES, register
 from tests.serving.pairs import Pair, random_pair
@@ -100,6 +101,15 @@ def test_without_the_plugin_the_full_head_is_served_and_said_to_be(stock, tmp_pa
     assert "serves the full vocabulary" in line
 
 
+def test_no_more_rows_are_asked_for_than_get_candidates_on_a_gpu(tmp_path, monkeypatch):
+    """The plugin takes the full head for many rows, which the check would take for the plugin's absence."""
+    rows, candidates = [], ShardedHead.candidates
+    monkeypatch.setattr(ShardedHead, "candidates", lambda self, hidden, lm_head: (
+        rows.append(len(hidden)), candidates(self, hidden, lm_head))[1])
+    assert agreement(random_pair(tmp_path)).equal
+    assert max(rows) <= 8 and sum(rows) == 199
+
+
 def change_config(checkpoint: Path, **changes) -> None:
     file = checkpoint / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
@@ -115,6 +125,15 @@ def test_a_flag_that_changes_the_forward_pass_is_noticed(changes, tmp_path):
     pair = random_pair(tmp_path, rope_parameters=LLAMA3)
     change_config(pair.checkpoint, **changes)
     assert not agreement(pair).equal
+
+
+def test_the_targets_soft_cap_is_applied(tmp_path):
+    """vLLM's own drafts have none, so candidates that are sampled would be flatter or sharper than in training."""
+    pair = random_pair(tmp_path)
+    change_config(pair.checkpoint, final_logit_softcapping=0.5)
+    assert not agreement(pair).equal
+    pair.target.spec = replace(pair.target.spec, logit_softcap=0.5)
+    assert agreement(pair).equal
 
 
 def test_feature_layers_that_contradict_each_other_are_refused_by_the_plugin(tmp_path):
