@@ -22,6 +22,7 @@ from data_gen.sources import records
 from specvocab_model.config import ConfigError, SourceConfig
 from specvocab_model.vocab import count_ids
 
+MAX_DOMAINS = 256  # each has its counts and its search
 BATCH_CHARACTERS = 2**18  # of text that is tokenised at one time
 Piece = tuple[str, np.ndarray]  # domain, token ids
 
@@ -37,7 +38,7 @@ def count_tokens(
         split_by: a domain for each value of this column of the rows, or of this key of the records.
 
     Raises:
-        ConfigError: the data are missing, damaged or empty, or have no such column.
+        ConfigError: the data are missing, damaged or empty, or have no such column, or one of too many values.
     """
     folder = Path(path)
     is_data_folder = (folder / MANIFEST_FILE).is_file() or (folder / UNFINISHED_FILE).is_file()
@@ -47,6 +48,9 @@ def count_tokens(
         domain = f"{name}/{value}" if split_by else name
         counted = count_ids([ids], vocab_size)
         counts[domain] = counts[domain] + counted if domain in counts else counted
+        if len(counts) > MAX_DOMAINS:
+            raise ConfigError(f"{split_by!r} of {path} has more than {MAX_DOMAINS} values, each of which would be a "
+                              "domain; split by a column of fewer, like source or category")
     if not any(int(counted.sum()) for counted in counts.values()):
         raise ConfigError(f"{path} holds no token to count; give a data folder with responses, or a corpus with text")
     return counts

@@ -18,30 +18,37 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from data_gen.eval_prompts import as_tokens, check_held_out
-from data_gen.files import write_json
+from data_gen.files import appearing_whole, write_json
 from data_gen.prompts import Prompt, load_prompts
 from data_gen.shards import MANIFEST_FILE, load_rows
 from data_gen.token_counts import count_tokens
 from specvocab_model.cli import hydra_main
 from specvocab_model.comparison.costs import RoundCost, head_seconds, measure_round
-from specvocab_model.comparison.records import Records, TurnRecord, kinds_outside, outside, summarise
-from specvocab_model.comparison.rivals import Builder, Rival, Vocabularies, list_rivals
+from specvocab_model.comparison.records import (
+    Records,
+    TurnRecord,
+    baseline_tokens_per_second,
+    kinds_outside,
+    outside,
+    summarise,
+)
+from specvocab_model.comparison.rivals import Builder, Rival, Vocabularies, list_rivals, parts_digests
 from specvocab_model.config import Config
 from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.draft_states import DraftStates, collect_draft_states
 from specvocab_model.evaluation import Turn, evaluate
-from specvocab_model.export import DRAFT_FILE, load_checkpoint
+from specvocab_model.export import load_checkpoint
 from specvocab_model.files import read_json, sha256
-from specvocab_model.speculator_files import SPECULATOR_FILE
 from specvocab_model.target import TORCH_DTYPES, Target, load_spec_and_tokenizer
 from specvocab_model.tuning.search import predicted_speed
 from train.heads_page import html_page, text_table
@@ -119,7 +126,7 @@ class Comparison:
                                   corpus=self.texts.get("corpus"))
         self.device = torch.device("cuda" if torch.cuda.is_available() and not config.distributed.cpu else "cpu")
         self.digests = {rival.name: self.identity(rival) for rival in self.rivals}
-        self.round_key = digest(["round", self.shared_identity(), config.compare.context])
+        self.round_key = digest(["round", self.shared_identity, config.compare.context])
         self.vocabularies = Vocabularies(self.spec, self.tokenizer, cache(self.count))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.records = Records(self.folder / "turns.jsonl")
@@ -128,28 +135,32 @@ class Comparison:
         if self.costs_path.exists():
             self.costs = read_json(self.costs_path, "remove it: costs are measured again")
 
+    @cached_property
     def shared_identity(self) -> list[Any]:
         """Everything that decides what the heads do, beside their own options."""
         config = self.config
-        files = [self.draft_folder / DRAFT_FILE, self.draft_folder / SPECULATOR_FILE]
-        draft = [sha256(path) for path in files if path.is_file()]
         decoding = {key: value for key, value in asdict(config.eval).items() if key not in ("prompts", "num_prompts")}
-        return [draft, self.spec.fingerprint, config.target.chat_template_kwargs, decoding, config.seed,
-                self.device_name]
+        return [parts_digests(self.draft_folder), self.spec.fingerprint, config.target.chat_template_kwargs, decoding,
+                config.seed, self.device_name]
 
     def identity(self, rival: Rival) -> str:
-        return digest([self.shared_identity(), rival.kind, rival.options])
+        return digest([self.shared_identity, rival.kind, rival.options])
 
     @property
     def device_name(self) -> str:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
     def count(self, text: str) -> Tensor:
-        """Token frequencies of the text with this digest, int64 [V]."""
+        """Token frequencies of the text with this digest, int64 [V]; counted once for all runs."""
+        path = self.folder / f"counts_{digest([text, self.spec.fingerprint])}.npy"
+        if path.exists():
+            return torch.from_numpy(np.load(path))
         name = next(name for name, known in self.texts.items() if known == text)
-        path = self.config.data.train_path if name == "answers" else self.config.compare.corpus
-        assert path is not None
-        (counts,) = count_tokens(name, path, self.tokenizer, self.spec.vocab_size).values()
+        data = self.config.data.train_path if name == "answers" else self.config.compare.corpus
+        assert data is not None
+        (counts,) = count_tokens(name, data, self.tokenizer, self.spec.vocab_size).values()
+        with appearing_whole(path) as file:
+            np.save(file, counts.numpy())
         return counts
 
     def missing(self) -> dict[tuple[str, ...], list[Prompt]]:
@@ -185,9 +196,12 @@ class Comparison:
             evaluate(target, {name: variants(name) for name in names}, asked, seed=config.seed,
                      max_new_tokens=config.eval.max_new_tokens, num_draft_tokens=config.eval.num_draft_tokens,
                      temperature=config.eval.temperature, on_turn=self.keep)
-        for rival in self.unmeasured():
-            seconds = head_seconds(variants(rival.name).head, target, num_draft_tokens=config.eval.num_draft_tokens)
-            self.costs[self.digests[rival.name]] = {"seconds": seconds, "num_bytes": builder.read_bytes(rival)}
+        unmeasured = self.unmeasured()
+        seconds = {name: head_seconds(variants(name).head, target, num_draft_tokens=config.eval.num_draft_tokens)
+                   for name in ["full", *(rival.name for rival in unmeasured if rival.name != "full")]}
+        for rival in unmeasured:  # in relation to the full head at the same time: machines have good and bad days
+            self.costs[self.digests[rival.name]] = {"seconds": seconds[rival.name], "full_seconds": seconds["full"],
+                                                    "num_bytes": builder.read_bytes(rival)}
         if self.round_key not in self.costs:
             self.costs[self.round_key] = asdict(self.measure_round(target, model))
         write_json(self.costs_path, self.costs)
@@ -217,6 +231,7 @@ class Comparison:
             accepted=output.accepted_per_round,
             proposed=output.proposals,
             seconds=turn.seconds,
+            num_baseline_tokens=turn.num_baseline_tokens,
             baseline_seconds=turn.baseline_seconds,
             recall=None if turn.recall is None else list(turn.recall),
             top2_gap=None if turn.difference is None else turn.difference.top2_gap,
@@ -225,8 +240,9 @@ class Comparison:
     def result(self) -> dict[str, Any]:
         """All figures, as JSON types."""
         config, num_drafts = self.config, self.config.eval.num_draft_tokens
-        keys = [prompt.digest[:DIGITS] for prompt in self.prompts]
-        turns = {rival.name: self.records.of(self.digests[rival.name], keys) for rival in self.rivals}
+        category = {prompt.digest[:DIGITS]: prompt.category for prompt in self.prompts}  # of today's file
+        turns = {rival.name: [replace(turn, category=category[turn.prompt])
+                              for turn in self.records.of(self.digests[rival.name], category)] for rival in self.rivals}
         round_cost, full_cost = RoundCost(**self.costs[self.round_key]), self.costs[self.digests["full"]]
         measured = round_cost.kappa(full_cost["seconds"], num_drafts)
         kappa = measured if config.compare.kappa is None else config.compare.kappa
@@ -235,22 +251,20 @@ class Comparison:
         for rival in self.rivals:
             cost, summary = self.costs[self.digests[rival.name]], summarise(turns[rival.name])
             ratio = summary["tau"] / heads["full"]["tau"] if heads else 1.0
-            nus = {key: cost[key] / full_cost[key] for key in ("seconds", "num_bytes")}
+            nu, nu_of_bytes = cost["seconds"] / cost["full_seconds"], cost["num_bytes"] / full_cost["num_bytes"]
             heads[rival.name] = {
                 "kind": rival.kind, "options": rival.options, **summary, "tau_ratio": ratio, **cost,
-                "predicted_speed": predicted_speed(ratio, nus["seconds"], kappa),
-                "predicted_speed_of_bytes": predicted_speed(ratio, nus["num_bytes"], kappa_of_bytes),
+                "predicted_speed": predicted_speed(ratio, nu, kappa),
+                "predicted_speed_of_bytes": predicted_speed(ratio, nu_of_bytes, kappa_of_bytes),
                 **(self.evidence(rival, turns) if rival.kind in STATIC else {}),
             }
-        baseline = turns["full"]
         return {
             "target": config.target.model, "dtype": config.eval.dtype, "device": self.device_name,
             "prompts": config.eval.prompts, "num_prompts": len(self.prompts), **{key: getattr(config.eval, key)
             for key in ("max_new_tokens", "num_draft_tokens", "temperature")},
             "kappa": kappa, "kappa_measured": measured, "kappa_of_bytes": kappa_of_bytes,
             "round_without_heads": asdict(round_cost),
-            "autoregressive_tokens_per_second": sum(len(one.sequences) for one in baseline)
-            / sum(one.baseline_seconds for one in baseline),
+            "autoregressive_tokens_per_second": baseline_tokens_per_second(turns["full"]),
             "heads": heads,
         }
 

@@ -40,6 +40,7 @@ from specvocab_model.draft_states import (
 )
 from specvocab_model.export import Provenance, check_destination, save_checkpoint
 from specvocab_model.heads.static import OwnHead
+from specvocab_model.options import positive, usable_device
 from specvocab_model.public_drafts import PublicDraft, open_draft
 from specvocab_model.speculator import VocabSpeculator, build_selection, collect_final_hidden
 from specvocab_model.target import Target
@@ -102,15 +103,6 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
     return value
-
-
-def usable_device(text: str) -> str:
-    """An option's value; argparse prints the error."""
-    try:
-        torch.empty(1, device=text)
-    except (RuntimeError, AssertionError) as error:  # no such device, or a torch that was built without it
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return text
 
 
 def convert(options: argparse.Namespace) -> Coverage:

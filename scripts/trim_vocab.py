@@ -31,12 +31,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from data_gen.files import writing
 from data_gen.token_counts import count_tokens
 from specvocab_model.cli import EXIT_CONFIG_ERROR, positive
 from specvocab_model.config import DTYPES, ConfigError, DraftConfig, TargetConfig
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
 from specvocab_model.heads.static import prune, write_token_map
+from specvocab_model.options import positive, usable_device
 from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec_and_tokenizer
 from specvocab_model.tuning.flops import DraftFlops, draft_bytes
 from specvocab_model.tuning.latency import draft_seconds
@@ -72,7 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", required=True, help="hub id or folder")
     parser.add_argument("--gguf-file", help="GGUF file in that folder")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="the target's type, and the stored head's")
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", help="that --cost latency is measured on")
+    parser.add_argument("--device", type=usable_device, default="cuda" if on_gpu else "cpu",
+                        help="that --cost latency is measured on")
     parser.add_argument("--data", action="append", required=True, type=named_path, metavar="[NAME=]PATH")
     parser.add_argument("--split-by", metavar="COLUMN", help="a domain for each of its values: source, category")
     parser.add_argument("--min-coverage", action="append", default=[], type=named_share, metavar="[DOMAIN=]SHARE",
@@ -101,7 +104,10 @@ def share(text: str) -> float:
 def named_path(text: str) -> tuple[str, str]:
     """(domain, path); a path alone names its domain by its last part."""
     name, equals, path = text.partition("=")
-    return (name, path) if equals and "/" not in name else (Path(text).stem, text)
+    named = (name, path) if name and equals and "/" not in name else (Path(text).stem, text)
+    if named[0] == ALL:
+        raise argparse.ArgumentTypeError(f"{ALL!r} stands for all of them together; call it something else")
+    return named
 
 
 def named_share(text: str) -> tuple[str | None, float]:
@@ -121,6 +127,9 @@ def trim(options: argparse.Namespace) -> None:
     spec, tokenizer = load_spec_and_tokenizer(target_config)
     model = None if options.checkpoint is None else load_draft(Path(options.checkpoint), spec)
     architecture = DraftArchitecture.from_target(spec, DraftConfig()) if model is None else model.architecture
+    output = Path(options.output)
+    with writing(output):  # said before hours of counting
+        output.mkdir(parents=True, exist_ok=True)
     counts: dict[str, np.ndarray] = {}
     for name, path in options.data:
         found = count_tokens(name, path, tokenizer, spec.vocab_size, split_by=options.split_by)
@@ -135,10 +144,10 @@ def trim(options: argparse.Namespace) -> None:
         "options": vars(options), "device": device_name(options), "vocab_size": spec.vocab_size,
         "num_special_tokens": len(always_keep), "draft_flops": asdict(DraftFlops.of(architecture)),
         "head_share_of_flops": DraftFlops.of(architecture).head_share(spec.vocab_size),
-        "size": len(vocab), "domains": studies,
+        "size": len(vocab), "coverage_of": {name: float(of_domain[vocab.ids.numpy()].sum() / of_domain.sum())
+                                            for name, of_domain in counts.items()}, "domains": studies,
     }
     print(report_text(result))
-    output = Path(options.output)
     write(output, result, vocab)
     if model is not None:
         rows = model.lm_head_weight(Target.load(target_config, device="cpu", decoder=False))
@@ -273,13 +282,13 @@ def report_page(result: dict[str, Any]) -> str:
 
 
 def write(output: Path, result: dict[str, Any], vocab: VocabMap) -> None:
-    output.mkdir(parents=True, exist_ok=True)
     (output / "trim_vocab.json").write_text(json.dumps(result, indent=2) + "\n")
     (output / "trim_vocab.html").write_text(report_page(result))
     save_file({"d2t": vocab.d2t, "t2d": vocab.t2d}, output / "vocab_map.safetensors")
     write_token_map(output / "token_map.pt", vocab)
-    print(f"{len(vocab)} tokens kept; written to {output}: trim_vocab.json, trim_vocab.html, vocab_map.safetensors, "
-          "token_map.pt")
+    covered = ", ".join(f"{name} {part:.2%}" for name, part in result["coverage_of"].items())
+    print(f"{len(vocab)} tokens kept, which cover {covered}; written to {output}: trim_vocab.json, trim_vocab.html, "
+          "vocab_map.safetensors, token_map.pt")
 
 
 def device_name(options: argparse.Namespace) -> str:

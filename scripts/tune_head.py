@@ -42,6 +42,7 @@ from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.draft_states import DraftStates, collect_draft_states, collect_target_states
 from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
+from specvocab_model.options import positive, usable_device
 from specvocab_model.speculator import VocabSpeculator
 from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec
 from specvocab_model.tuning import latency, report
@@ -78,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", help="hub id or folder")
     parser.add_argument("--gguf-file", help="GGUF file in that folder")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if on_gpu else "float32")
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--device", type=usable_device, default="cuda" if on_gpu else "cpu")
     parser.add_argument("--data", help="data set that judges; not the training data")
     parser.add_argument("--train-data", help="data set whose token counts cut static vocabularies")
     parser.add_argument("--num-tokens", type=positive, default=8192, help="judged tokens of the data set")

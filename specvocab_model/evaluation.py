@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -168,7 +169,8 @@ class Turn:
     num_prompt_tokens: int
     output: DecodeOutput
     seconds: float
-    baseline_seconds: float  # of autoregressive decoding
+    num_baseline_tokens: int  # of autoregressive decoding; when sampled it ends where it likes
+    baseline_seconds: float
     recall: tuple[int, int, int] | None  # of ``CandidateRecall.count``
     difference: Difference | None
 
@@ -220,7 +222,8 @@ def evaluate(
         variants: name -> draft and head, each draft placed with ``decode.place_draft``.
         prompts: at least one.
         max_new_tokens, num_draft_tokens, temperature: see ``decode.speculative_generate``.
-        seed: of the sampled tokens, when the temperature is not 0.
+        seed: of the sampled tokens, when the temperature is not 0. With the prompt's id it decides them, whichever
+            prompts and variants are decoded beside it.
         on_turn: called when a variant has decoded a turn.
 
     Raises:
@@ -243,11 +246,11 @@ def evaluate(
         greedy=temperature == 0,
     )
     with tqdm(total=sum(prompt.num_turns for prompt in prompts), unit="turn", disable=not show_progress) as progress:
-        for number, prompt in enumerate(prompts):
+        for prompt in prompts:
             answers: list[str] = []
             for turn in range(prompt.num_turns):
                 input_ids = _input_ids(target, prompt, answers)
-                timed = partial(_timed, input_ids=input_ids, seed=seed + number)
+                timed = partial(_timed, input_ids=input_ids, seed=seed + zlib.crc32(prompt.id.encode()))
                 reference, baseline_seconds = timed(baseline)
                 evaluation.autoregressive.add(prompt.category, reference, baseline_seconds)
                 for name, decode in decoders.items():
@@ -262,8 +265,8 @@ def evaluate(
                         measured.differences.append(difference)
                     if on_turn is not None:
                         on_turn(Turn(variant=name, prompt=prompt, number=turn, num_prompt_tokens=input_ids.shape[1],
-                                     output=output, seconds=seconds, baseline_seconds=baseline_seconds,
-                                     recall=recalled, difference=difference))
+                                     output=output, seconds=seconds, num_baseline_tokens=len(reference.sequences),
+                                     baseline_seconds=baseline_seconds, recall=recalled, difference=difference))
                 answers.append(str(target.tokenizer.decode(reference.sequences, skip_special_tokens=True)))
                 progress.set_postfix({f"tau {name}": f"{m.tau:.2f}" for name, m in evaluation.variants.items()})
                 progress.update()

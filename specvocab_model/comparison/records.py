@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from specvocab_model.config import ConfigError
+
 CONTEXT_BUCKETS = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens, prompt included; the least of each
 
 
@@ -32,7 +34,8 @@ class TurnRecord:
     accepted: list[int]  # by verification, as in DecodeOutput
     proposed: list[int]
     seconds: float
-    baseline_seconds: float  # of plain decoding of the same turn, a moment before
+    num_baseline_tokens: int  # of plain decoding of the same turn, a moment before
+    baseline_seconds: float
     recall: list[int] | None  # judged positions; of these with the target's, with the full head's token as a candidate
     top2_gap: float | None  # between the target's best logits where the output leaves the target's own; None: nowhere
 
@@ -65,6 +68,9 @@ class Records:
 
     Args:
         path: made with the first line. The rest of a line that a killed run left at its end is removed.
+
+    Raises:
+        ConfigError: another line is damaged, or of another version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,8 +80,12 @@ class Records:
             whole, _, rest = path.read_bytes().rpartition(b"\n")
             if rest:
                 path.write_bytes(whole + b"\n" if whole else b"")
-            for line in whole.splitlines():
-                self._remember(TurnRecord(**json.loads(line)))
+            for number, line in enumerate(whole.splitlines(), start=1):
+                try:
+                    self._remember(TurnRecord(**json.loads(line)))
+                except (ValueError, TypeError) as error:  # not JSON, or other fields
+                    raise ConfigError(f"line {number} of {path} is no record of this version ({error}); remove the "
+                                      "file: its turns are decoded again") from error
 
     def _remember(self, record: TurnRecord) -> None:
         self._of[record.head, record.prompt][record.turn] = record
@@ -133,11 +143,16 @@ def recall(records: Sequence[TurnRecord]) -> dict[str, float] | None:
     return {"target_top1": target / judged, "draft_top1": draft / judged} if judged else None
 
 
+def baseline_tokens_per_second(records: Sequence[TurnRecord]) -> float:
+    """Of plain decoding beside ``records``."""
+    return sum(one.num_baseline_tokens for one in records) / sum(one.baseline_seconds for one in records)
+
+
 def summarise(records: Sequence[TurnRecord]) -> dict[str, Any]:
     """The figures of one head, as JSON types."""
     gaps = [one.top2_gap for one in records if one.top2_gap is not None]
-    seconds = sum(one.seconds for one in records)
     num_tokens = sum(len(one.sequences) for one in records)
+    tokens_per_second = num_tokens / sum(one.seconds for one in records)
     return {
         "tau": tau(records),
         "tau_per_category": tau_by_category(records),
@@ -145,8 +160,8 @@ def summarise(records: Sequence[TurnRecord]) -> dict[str, Any]:
         "acceptance_per_position": acceptance_per_position(records),
         "candidate_recall": recall(records),
         "num_tokens": num_tokens,
-        "tokens_per_second": num_tokens / seconds,
-        "speed_up": sum(one.baseline_seconds for one in records) / seconds,
+        "tokens_per_second": tokens_per_second,
+        "speed_up": tokens_per_second / baseline_tokens_per_second(records),
         "differing_turns": len(gaps),
         "largest_gap_of_a_difference": max(gaps, default=None),
     }

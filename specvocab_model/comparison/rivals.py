@@ -22,6 +22,7 @@ from specvocab_model.export import DRAFT_FILE, load_checkpoint
 from specvocab_model.files import sha256
 from specvocab_model.heads import ClusterRouter, Head, LowRankHead, SpeculativeHead, StaticHead, build_head
 from specvocab_model.speculator import VocabSpeculator, build_selection
+from specvocab_model.speculator_files import SPECULATOR_FILE, SPECULATOR_FOLDER
 from specvocab_model.target import Target, TargetSpec
 from specvocab_model.tuning.choices import LowerRanks
 from specvocab_model.vocab import VocabMap, most_frequent, special_ids
@@ -53,9 +54,6 @@ def list_rivals(
     if own is not None and not own.is_full:
         raise ConfigError(f"the draft has {len(own.ids)} tokens, which no other head would fit; compare a draft of the "
                           "whole vocabulary, and name this one in compare.static_drafts")
-    if own is not None and (wrong := sorted({"cluster", "in_context"} & set(config.heads))):
-        raise ConfigError(f"the draft has an output embedding of its own, and {', '.join(wrong)} read the target's; "
-                          "leave them out of compare.heads")
     rivals = [Rival(name="full", kind="full")]
     if {"speculative", "low_rank"} & set(config.heads):
         rivals += _speculated(config, model, answers)
@@ -68,7 +66,7 @@ def list_rivals(
                               "bring it, name another text as compare.corpus, or leave static out of compare.heads")
         rivals += [Rival(name=f"static {size}{name}", kind="static", options={"size": size, "counts": digest})
                    for name, digest in texts.items() for size in sizes]
-    rivals += [_trained(folder) for folder in config.static_drafts]
+    rivals += _trained(dict.fromkeys(config.static_drafts), model)
     for size in (size for size in dict.fromkeys(config.shortlist_sizes) if size < vocab_size):
         if "cluster" in config.heads:
             fitted = _fitted(config, answers, "cluster") | {"num_clusters": config.num_clusters}
@@ -86,7 +84,7 @@ def _speculated(config: CompareConfig, model: SpecVocabDraft, answers: str | Non
                           "scripts/convert.py, or leave them out of compare.heads")
     trained, exported = speculator.rank, speculator.num_candidates
     half = [max(1, trained // 2)] if speculator.quantization is None else []
-    lower = half if config.ranks is None else [rank for rank in config.ranks if rank != trained]
+    lower = half if config.ranks is None else [rank for rank in dict.fromkeys(config.ranks) if rank != trained]
     if lower and max(lower) > trained:
         raise ConfigError(f"compare.ranks={config.ranks} goes above the draft's trained rank {trained}; leave out "
                           f"{max(lower)}")
@@ -114,13 +112,30 @@ def _fitted(config: CompareConfig, answers: str | None, what: str) -> dict[str, 
     return {"states": answers, "num_states": config.num_states}
 
 
-def _trained(folder: str) -> Rival:
-    model = load_checkpoint(folder)
-    if model.own_head is None:
-        raise ConfigError(f"{folder} has no static head of its own; give drafts that were trained with head=static in "
-                          "compare.static_drafts")
-    return Rival(name=f"static {len(model.own_head.vocab)} trained", kind="trained", folder=folder,
-                 options={"draft": sha256(Path(folder) / DRAFT_FILE)})
+def _trained(folders: Iterable[str], model: SpecVocabDraft) -> list[Rival]:
+    """Drafts with a static head of their own, which read the same features of the target as ``model``."""
+    rivals: dict[str, Rival] = {}
+    layers = model.architecture.feature_layers
+    for folder in folders:
+        other = load_checkpoint(folder)
+        if other.own_head is None:
+            raise ConfigError(f"{folder} has no static head of its own; give drafts that were trained with head=static "
+                              "in compare.static_drafts")
+        if other.architecture.feature_layers != layers:
+            raise ConfigError(f"{folder} reads the target's layers {list(other.architecture.feature_layers)}, and the "
+                              f"draft it is compared with {list(layers)}; train both with one draft.feature_layers")
+        name = f"static {len(other.own_head.vocab)} trained"
+        if name in rivals:
+            raise ConfigError(f"{rivals[name].folder} and {folder} both have a head of {len(other.own_head.vocab)} "
+                              "tokens; leave one of them out of compare.static_drafts")
+        rivals[name] = Rival(name=name, kind="trained", folder=folder, options={"draft": parts_digests(Path(folder))})
+    return list(rivals.values())
+
+
+def parts_digests(folder: Path) -> list[str]:
+    """What tells one exported draft from another: its weights, its shape, and how it selects candidates."""
+    parts = ("config.json", DRAFT_FILE, f"{SPECULATOR_FOLDER}/config.json", SPECULATOR_FILE)
+    return [sha256(folder / part) for part in parts if (folder / part).is_file()]
 
 
 def _selection(model: SpecVocabDraft, num_candidates: int) -> Selection:
@@ -217,7 +232,7 @@ class Builder:
         valid = self.states.rows.valid
         with torch.no_grad():
             return ClusterRouter.fit(
-                self.target.lm_head_weight, self.vocabularies.always_keep, self.states.hidden[valid],
+                self.model.lm_head_weight(self.target), self.vocabularies.always_keep, self.states.hidden[valid],
                 self.states.draft_ids[valid], num_clusters=self.num_clusters, seed=self.seed,
             )
 

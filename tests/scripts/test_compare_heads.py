@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,10 @@ from specvocab_model.config import (
 )
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import Provenance, save_checkpoint
+from specvocab_model.heads import ClusterRouter
 from specvocab_model.target import Target
 from specvocab_model.tuning.search import predicted_speed
+from specvocab_model.vocab import VocabMap
 from tests.scripts.data import write_data
 from tests.tiny import tiny_target
 from train.heads_page import text_table
@@ -118,7 +121,7 @@ def test_tables_and_page(result, settings):
     assert page.count("<svg viewBox=\"0 0 520") >= 5 and "<script" not in page and "http" not in page
 
 
-def test_only_what_is_missing_is_decoded(result, settings, monkeypatch):
+def test_only_what_is_missing_is_decoded(result, settings, monkeypatch, tmp_path):
     decoded: list[tuple[list[str], int]] = []
     evaluate = compare_heads.evaluate
 
@@ -127,7 +130,14 @@ def test_only_what_is_missing_is_decoded(result, settings, monkeypatch):
         return evaluate(target, variants, prompts, **options)
 
     monkeypatch.setattr(compare_heads, "evaluate", counting)
-    assert compare_heads.run(settings) == result and not decoded
+    with monkeypatch.context() as without:
+        without.delattr(compare_heads, "count_tokens")  # the corpus is not read again
+        assert compare_heads.run(settings) == result and not decoded
+
+    prompts = tmp_path / "relabelled.jsonl"
+    prompts.write_text(Path(settings.eval.prompts).read_text().replace("writing", "prose"))
+    relabelled = compare_heads.run(replace(settings, eval=replace(settings.eval, prompts=str(prompts))))
+    assert not decoded and set(relabelled["heads"]["full"]["tau_per_category"]) == {"prose", "coding"}
 
     turns = Path(settings.output_dir, "compare_heads/turns.jsonl")
     lines = turns.read_text().splitlines(keepends=True)
@@ -141,8 +151,12 @@ def test_only_what_is_missing_is_decoded(result, settings, monkeypatch):
     decoded.clear()
     more = replace(settings, compare=replace(settings.compare, static_sizes=[150], heads=["static"], corpus=None,
                                              shortlist_sizes=[]))
-    assert list(compare_heads.run(more)["heads"]) == ["full", "static 150"]
-    assert decoded == [(["static 150"], 2)]
+    with monkeypatch.context() as slow:
+        slow.setattr(compare_heads, "head_seconds", lambda *_, **__: 7.0)  # a bad day: every head takes as long
+        added = compare_heads.run(more)
+    assert list(added["heads"]) == ["full", "static 150"] and decoded == [(["static 150"], 2)]
+    late = added["heads"]["static 150"]
+    assert late["seconds"] == 7.0 and late["predicted_speed"] == pytest.approx(late["tau_ratio"])
     other = replace(more, eval=replace(more.eval, num_draft_tokens=2, num_prompts=1))
     compare_heads.run(other)
     assert decoded[1:] == [(["full", "static 150"], 1)]
@@ -165,10 +179,50 @@ def test_a_static_head_with_a_draft_of_its_own_takes_part(settings, target, tmp_
     heads = compare_heads.run(config)["heads"]
     assert list(heads) == ["full", "static 80 trained"]
     assert heads["static 80 trained"]["size"] == 80 and heads["static 80 trained"]["differing_turns"] == 0
+    (tmp_path / "same").symlink_to(tmp_path / "own")
+    config.compare.static_drafts.append(str(tmp_path / "same"))
+    with pytest.raises(ConfigError, match=r"own and .*same both have a head of 80 tokens"):
+        compare_heads.run(config)
+    other = SpecVocabDraft.build(target.spec, DraftConfig(feature_layers=[1, 2, 3]), head)
+    save_checkpoint(tmp_path / "other", other, target.spec, Provenance(), dtype=torch.float32)
+    config.compare.static_drafts[:] = [str(tmp_path / "other")]
+    with pytest.raises(ConfigError, match=r"other reads the target's layers \[1, 2, 3\], and the draft it is compared"):
+        compare_heads.run(config)
     (tmp_path / "export").unlink()
     (tmp_path / "export").symlink_to(tmp_path / "own")
     with pytest.raises(ConfigError, match=r"has 80 tokens, .* name this one in compare\.static_drafts"):
         compare_heads.run(config)
+
+
+def test_a_draft_with_a_full_head_of_its_own_takes_part(settings, target, tmp_path, monkeypatch):
+    model = SpecVocabDraft.build(target.spec, DraftConfig(num_unroll_steps=2),
+                                 HeadConfig(type="static", draft_vocab_size=277))
+    rows = target.lm_head_weight.flip(0).clone()
+    model.own_head.initialise(VocabMap.from_ids(range(277), 277), rows)
+    save_checkpoint(tmp_path / "export", model, target.spec, Provenance(), dtype=torch.float32)
+    clustered: list[torch.Tensor] = []
+    fit = ClusterRouter.fit
+
+    def watched(lm_head, *arguments, **options):
+        clustered.append(lm_head)
+        return fit(lm_head, *arguments, **options)
+
+    monkeypatch.setattr(ClusterRouter, "fit", watched)
+    config = replace(settings, output_dir=str(tmp_path), eval=replace(settings.eval, num_prompts=1, max_new_tokens=6),
+                     compare=replace(settings.compare, heads=["cluster", "in_context"]))
+    assert list(compare_heads.run(config)["heads"]) == ["full", "cluster 50", "in_context 50"]
+    torch.testing.assert_close(clustered, [rows], rtol=0, atol=0)
+
+
+def test_an_export_that_selects_otherwise_is_another_draft(settings, tmp_path):
+    before = compare_heads.Comparison(settings)
+    shutil.copytree(Path(settings.output_dir, "export"), tmp_path / "export")
+    path = tmp_path / "export/vocabulary_speculator/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_candidates": 61}))
+    after = compare_heads.Comparison(replace(settings, output_dir=str(tmp_path)))
+    assert after.rivals[1].options == before.rivals[1].options  # its own number is not among them
+    assert after.rivals[1].name == "speculative r24 k61"
+    assert not set(after.digests.values()) & set(before.digests.values())
 
 
 @pytest.mark.parametrize("change, message", [

@@ -117,12 +117,16 @@ def test_every_cost_can_be_traded(cost, arguments, tmp_path):
         assert all(a["cost_ratio"] < b["cost_ratio"] for a, b in itertools.pairwise(curve))
 
 
-def test_a_size_may_be_given(arguments, target, tmp_path):
-    assert run([*arguments, "--size", "20"], tmp_path)["size"] == 20
+def test_a_size_may_be_given(arguments, target, tmp_path, capsys):
+    result = run([*arguments, "--size", "20"], tmp_path)
+    assert result["size"] == 20
     (counts,) = count_tokens("web", arguments[-1].removeprefix("web="), target.tokenizer, V).values()
     order = keeping_order(counts.numpy(), special_ids(target.tokenizer, target.spec.eos_token_ids, V))
     tensors = load_file(tmp_path / "trimmed/vocab_map.safetensors")
     assert set(tensors["t2d"].nonzero()[:, 0].tolist()) == set(order[:20].tolist())
+    share = int(counts[order[:20]].sum()) / int(counts.sum())
+    assert result["coverage_of"] == {"web": share}
+    assert f"20 tokens kept, which cover web {share:.2%}" in capsys.readouterr().out
     assert covered(counts.numpy(), order, torch.tensor([V]).numpy())[0] == 1
     assert run([*arguments, "--size", str(V + 5)], tmp_path)["size"] == V
 
@@ -153,6 +157,9 @@ def test_the_pruned_checkpoint_says_what_the_full_head_says_of_its_tokens(argume
     (["--data", "nowhere.jsonl"], "there is no prompt file 'nowhere.jsonl'"),
     (["--min-coverage", "chat=0.9"], "given for chat, but the domains are web"),
     (["--size", "3"], "a draft vocabulary of 3 has no room for the 4 special tokens"),
+    (["--device", "nosuch"], "argument --device: 'nosuch' cannot be used"),
+    (["--output", __file__], f"cannot write {__file__}: File exists"),
+    (["--data", "all domains=x.jsonl"], "'all domains' stands for all of them together"),
 ])
 def test_what_cannot_work_ends_in_one_line(change, message, arguments, capsys):
     assert message in refused([*arguments, *change], capsys)

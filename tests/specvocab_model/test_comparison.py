@@ -26,12 +26,13 @@ from specvocab_model.comparison.records import (
     tau,
     tau_by_context,
 )
+from specvocab_model.config import ConfigError
 
 # Prefill gives 10. Three drafts, two right, then 13. Three drafts, none right: 14. One draft, right, then 16.
 RECORD = TurnRecord(
     head="h", prompt="p", turn=0, category="code", num_prompt_tokens=125, sequences=[10, 11, 12, 13, 14, 15, 16],
-    num_target_forwards=4, accepted=[2, 0, 1], proposed=[3, 3, 1], seconds=2.0, baseline_seconds=5.0,
-    recall=[6, 3, 5], top2_gap=None,
+    num_target_forwards=4, accepted=[2, 0, 1], proposed=[3, 3, 1], seconds=2.0, num_baseline_tokens=9,
+    baseline_seconds=5.0, recall=[6, 3, 5], top2_gap=None,
 )
 # The second draft accepted is an EOS, which ends the text inside the chain.
 ENDED = replace(RECORD, prompt="q", category="chat", sequences=[10, 11, 2], num_target_forwards=2, accepted=[2],
@@ -67,7 +68,8 @@ def test_figures_of_a_head():
     assert recall(both) == {"target_top1": 0.5, "draft_top1": 5 / 6} and recall([ENDED]) is None
     summary = summarise(both)
     assert summary["tau_per_category"] == {"code": 7 / 4, "chat": 3 / 2}
-    assert (summary["speed_up"], summary["tokens_per_second"], summary["num_tokens"]) == (10 / 4, 10 / 4, 10)
+    assert (summary["tokens_per_second"], summary["num_tokens"]) == (10 / 4, 10)
+    assert summary["speed_up"] == (10 / 4) / (18 / 10)  # when sampled, plain decoding ends elsewhere
     assert (summary["differing_turns"], summary["largest_gap_of_a_difference"]) == (1, 1e-5)
     json.dumps(summary)
 
@@ -111,6 +113,14 @@ def test_records_survive_a_kill(tmp_path: Path):
     assert Records(path).has("h", "p", 3)
     path.write_text('{"head"')
     assert not Records(path).has("h", "p", 1) and path.read_text() == ""
+
+
+@pytest.mark.parametrize("line", ['{"head": "of another version"}', "no JSON", "[]"])
+def test_records_that_cannot_be_read_are_named(line, tmp_path: Path):
+    path = tmp_path / "turns.jsonl"
+    path.write_text(f"{json.dumps(asdict(RECORD))}\n{line}\n")
+    with pytest.raises(ConfigError, match=r"line 2 of .*turns\.jsonl is no record of this version .* remove the file"):
+        Records(path)
 
 
 def test_kappa_relates_heads_to_the_rest():

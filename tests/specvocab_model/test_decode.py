@@ -24,9 +24,10 @@ from specvocab_model.decode import (
     speculative_generate,
 )
 from specvocab_model.draft import SpecVocabDraft
-from specvocab_model.heads import Head, HeadOutput, build_head
+from specvocab_model.heads import ClusterRouter, Head, HeadOutput, build_head
 from specvocab_model.sampling import Sampling
 from specvocab_model.target import Target
+from specvocab_model.vocab import VocabMap
 from tests.tiny import KINDS, tiny_config, tiny_target
 
 NUM_DRAFTS = 4
@@ -315,8 +316,11 @@ def enumerate_texts(target: Target, input_ids: Tensor, sampling: Sampling, lengt
     [
         ("full", Sampling(temperature=1.0)),
         ("speculative", Sampling(temperature=1.3, top_k=5, top_p=0.9)),
+        ("static", Sampling(temperature=1.0)),
+        ("cluster", Sampling(temperature=0.8)),
+        ("in_context", Sampling(temperature=1.0, top_k=4)),
+        ("low_rank", Sampling(temperature=1.2)),
     ],
-    ids=["full", "speculative"],
 )
 @torch.no_grad()
 def test_sampled_output_has_the_targets_distribution(llama: Target, kind: str, sampling: Sampling):
@@ -325,7 +329,10 @@ def test_sampled_output_has_the_targets_distribution(llama: Target, kind: str, s
         torch.manual_seed(2)
         architecture = replace(untrained(llama).architecture, vocab_size=6, feature_layers=(1, 2, 3))
         model = place_draft(SpecVocabDraft(architecture, HeadConfig(num_candidates=3)), target)
-    head, input_ids = build_head(kind, target, model), torch.tensor([[0, 3]])
+        router = ClusterRouter(model.architecture.hidden_size, torch.tensor([0, 1, 0, 1, 1, -1]), 2)
+    options = {"static": {"vocab": VocabMap.from_ids([0, 2, 5], 6)}, "cluster": {"router": router, "size": 3},
+               "in_context": {"size": 3, "always_keep": [5]}}
+    head, input_ids = build_head(kind, target, model, **options.get(kind, {})), torch.tensor([[0, 3]])
     expected: Counter[tuple[int, ...]] = Counter()
     for text, probability in enumerate_texts(target, input_ids, sampling, length=3).items():
         expected[text[1:]] += probability  # the first token comes from the prefill

@@ -189,6 +189,19 @@ def test_sampled_outputs_are_repeatable_and_not_called_lossless(target: Target, 
     assert counts(first) == counts(second) != counts(other)
 
 
+def test_what_is_sampled_does_not_depend_on_what_else_is_decoded(target: Target, variants: dict[str, Variant]):
+    """A comparison that is resumed, or given another head, would otherwise put other second turns to it."""
+    prompts = [prompt(target, name, "a", num_turns=2) for name in ("Where", "When")]
+    alone: list[tuple[object, ...]] = []
+    beside: list[tuple[object, ...]] = []
+    run = partial(evaluate, target, **LIMITS, temperature=1.0, show_progress=False)
+    for turns, names, asked in ((beside, ["speculative", "full"], prompts), (alone, ["full"], prompts[1:])):
+        run({name: variants[name] for name in names}, asked, on_turn=lambda turn, turns=turns: turns.append(
+            (turn.variant, turn.prompt.id, turn.number, turn.num_baseline_tokens, turn.output)))
+    assert [turn for turn in beside if turn[:2] == ("full", "When")] == alone
+    assert prompts[1].encode_turn.given[-1] == prompts[1].encode_turn.given[1]
+
+
 def test_the_result_is_json(target: Target, variants: dict[str, Variant]):
     result = evaluate(target, variants, [prompt(target, "Where", "a")], **LIMITS, show_progress=False).to_dict()
     assert json.loads(json.dumps(result)) == result
