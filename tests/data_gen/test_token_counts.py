@@ -60,7 +60,7 @@ def test_a_domain_for_each_source(folder, tokenizer):
 
 def test_a_column_that_tells_every_record_apart_makes_no_domains(folder, tokenizer, monkeypatch):
     monkeypatch.setattr(token_counts, "MAX_DOMAINS", 4)
-    with pytest.raises(ConfigError, match="'id' of .* has more than 4 values"):
+    with pytest.raises(ConfigError, match=r"'id' of .* has more than 4 values"):
         count_tokens("a", str(folder), tokenizer, V, split_by="id")
     assert len(count_tokens("a", str(folder), tokenizer, V, split_by="source")) == 2
 
