@@ -283,7 +283,7 @@ def report_page(result: dict[str, Any]) -> str:
 
 def write(output: Path, result: dict[str, Any], vocab: VocabMap) -> None:
     (output / "trim_vocab.json").write_text(json.dumps(result, indent=2) + "\n")
-    (output / "trim_vocab.html").write_text(report_page(result))
+    (output / "trim_vocab.html").write_text(report_page(result), encoding="utf-8")
     save_file({"d2t": vocab.d2t, "t2d": vocab.t2d}, output / "vocab_map.safetensors")
     write_token_map(output / "token_map.pt", vocab)
     covered = ", ".join(f"{name} {part:.2%}" for name, part in result["coverage_of"].items())
