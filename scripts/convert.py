@@ -27,7 +27,7 @@ from data_gen.chat import check_template_kwargs, encode_prompt, user_turn
 from data_gen.engines import Completion, SamplingParams, TransformersEngine
 from data_gen.prompts import Prompt, load_prompts
 from specvocab_model import conversion
-from specvocab_model.cli import EXIT_CONFIG_ERROR, positive
+from specvocab_model.cli import EXIT_CONFIG_ERROR
 from specvocab_model.config import DTYPES, QUANTIZATIONS, SELECTIONS, ConfigError, HeadConfig, TargetConfig
 from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from specvocab_model.chat_template import render
-from specvocab_model.cli import EXIT_CONFIG_ERROR, positive
+from specvocab_model.cli import EXIT_CONFIG_ERROR
 from specvocab_model.config import DTYPES, ConfigError, TargetConfig
 from specvocab_model.decode import autoregressive_generate, place_draft
 from specvocab_model.export import COPY_AGAIN, PROVENANCE_FILE, load_checkpoint
 from specvocab_model.files import read_json, require_fields
+from specvocab_model.options import positive
 from specvocab_model.serving.check import (
     Agreement,
     Served,

@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 
 from data_gen.files import writing
 from data_gen.token_counts import count_tokens
-from specvocab_model.cli import EXIT_CONFIG_ERROR, positive
+from specvocab_model.cli import EXIT_CONFIG_ERROR
 from specvocab_model.config import DTYPES, ConfigError, DraftConfig, TargetConfig
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint

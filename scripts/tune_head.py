@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from data_gen.shards import load_rows, supervised_ids
-from specvocab_model.cli import EXIT_CONFIG_ERROR, positive
+from specvocab_model.cli import EXIT_CONFIG_ERROR
 from specvocab_model.config import DTYPES, ConfigError, TargetConfig
 from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
@@ -24,14 +23,6 @@ from specvocab_model.config import CONFIG_DIR, Config, ConfigError, describe, pa
 
 EXIT_CONFIG_ERROR = 2
 EXIT_INTERRUPTED = 130
-
-
-def positive(text: str) -> int:
-    """An option's value, for commands without Hydra; argparse prints the error."""
-    value = int(text)
-    if value < 1:
-        raise ArgumentTypeError(f"{value} must be at least 1")
-    return value
 
 
 def hydra_main(function: Callable[[Config], None]) -> Callable[[], None]:
