@@ -1,8 +1,8 @@
 """Train many points: every combination of a grid, or trials of Optuna's search.
 
     python scripts/sweep.py +experiment=qwen3_8b sweep=learning_rate distributed=zero2 tracking=wandb
-    python scripts/sweep.py +experiment=qwen3_8b sweep=search sweep.launcher=submitit_slurm sweep.parallel=8 \\
-        '+sweep.submitit={gpus_per_node: 8, timeout_min: 1440, slurm_partition: gpu}'
+    python scripts/sweep.py +experiment=qwen3_8b sweep=search distributed=zero2 sweep.launcher=submitit_slurm \\
+        sweep.parallel=8 '+sweep.submitit={gpus_per_node: 8, timeout_min: 1440, slurm_partition: gpu}'
 
 Every point is one ``accelerate launch train/main.py`` in a folder of its own, ``output_dir/sweeps/NAME/POINT``. Points
 are composed before anything starts, so a key that does not exist stops the sweep at once. A point that fails does not
