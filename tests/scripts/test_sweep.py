@@ -110,8 +110,8 @@ def test_a_grid_runs_every_point_and_a_failure_stops_no_other(tmp_path, argument
 def test_points_share_a_group_and_have_names_of_their_own(arguments):
     points = Points(compose([*arguments]), arguments)
     first, second = (points.make({LR: lr, "head": "full"}) for lr in (0.1, 0.2))
-    assert first.config.tracking.group == second.config.tracking.group == "quickstart-mine"
-    assert first.config.run_name == "quickstart-mine-lr-0.1_head-full"
+    assert first.config.tracking.group == second.config.tracking.group == "smollm2_135m-mine"
+    assert first.config.run_name == "smollm2_135m-mine-lr-0.1_head-full"
     assert first.config.output_dir == str(points.folder / first.name) != second.config.output_dir
     assert first.config.data == second.config.data and first.config.head.type == "full"
     assert first.config.sweep == SweepConfig()
@@ -148,7 +148,7 @@ def test_a_sweep_continues_only_with_the_same_settings(tmp_path, arguments, monk
     assert run(monkeypatch, [*arguments, grid(**{LR: [0.1, 0.2]}), "trainer.log_every=3"]) == 0  # a larger grid
     assert starts(tmp_path) == {"lr-0.1": 1, "lr-0.2": 1}
     assert run(monkeypatch, [*arguments, grid(**{LR: [0.1]}), "trainer.max_steps=7"]) == 2
-    assert "begun with other settings (trainer.max_steps: 400 then, 7 now)" in capsys.readouterr().err
+    assert "begun with other settings (trainer.max_steps: None then, 7 now)" in capsys.readouterr().err
     rows = "trainer.gradient_accumulation_steps"
     assert run(monkeypatch, [*arguments, grid(**{LR: [0.1]}), f"{rows}=4"]) == 2
     assert f"{rows}): 1 then, 4 now)" in capsys.readouterr().err
