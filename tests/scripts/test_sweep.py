@@ -151,7 +151,7 @@ def test_a_sweep_continues_only_with_the_same_settings(tmp_path, arguments, monk
     assert "begun with other settings (trainer.max_steps: None then, 7 now)" in capsys.readouterr().err
     rows = "trainer.gradient_accumulation_steps"
     assert run(monkeypatch, [*arguments, grid(**{LR: [0.1]}), f"{rows}=4"]) == 2
-    assert f"{rows}): 1 then, 4 now)" in capsys.readouterr().err
+    assert f"{rows}): 8 then, 32 now)" in capsys.readouterr().err
     assert run(monkeypatch, [*arguments, grid(**{LR: [0.1], "head": ["full"]})]) == 0  # one more key
     assert run(monkeypatch, [*arguments, grid(**{LR: [0.1]})]) == 0  # and back
     assert starts(tmp_path) == {"lr-0.1": 1, "lr-0.2": 1, "lr-0.1_head-full": 1}
