@@ -128,6 +128,7 @@ def test_changed_evaluation_runs_only_the_evaluation(workplace, whole):
     assert json.loads((workplace / "whole/results.json").read_text())["tau"]["speculative"] <= 2
 
 
+@pytest.mark.slow
 def test_killed_run_ends_with_the_same_weights(workplace, whole):
     """SIGKILL to everything, once in each long stage; the same command then ends with the unbroken run's bytes."""
     for moment in ("data/train/shard-00000.parquet", "checkpoints/step-2", "export"):

@@ -255,6 +255,7 @@ def killed_when(seen: Path, command: list[str]) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_killed_twice_and_continued_on_other_ranks_nothing_is_lost_or_doubled(root, whole):
     run = root / "killed"
     arguments = [str(MAIN), *overrides(root, "killed")]

@@ -10,6 +10,7 @@ import pytest
 from scripts.bench_distributed import covered, main, write_report
 
 
+@pytest.mark.slow
 def test_one_rank(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     main(["--tiny", "--strategies", "single", "ddp", "--cards", "1", "--json", str(tmp_path / "out.json")])
