@@ -84,6 +84,24 @@ def place_draft(model: SpecVocabDraft, target: Target) -> SpecVocabDraft:
     return model.to(target.device)
 
 
+def check_draft(target: Target, model: SpecVocabDraft) -> None:
+    """
+    Raises:
+        ValueError: the draft has another dtype or device than the target, or reads other feature layers than it gives.
+    """
+    weight, expected = model.draft.fc.weight, target.lm_head_weight
+    if (weight.dtype, weight.device) != (expected.dtype, expected.device):
+        raise ValueError(
+            f"the draft is {weight.dtype} on {weight.device}, the target {expected.dtype} on {expected.device}; "
+            "move it with place_draft(model, target)"
+        )
+    if model.architecture.feature_layers != target.feature_layers:
+        raise ValueError(
+            f"the draft reads the feature layers {model.architecture.feature_layers}, the target gives "
+            f"{target.feature_layers}; load the target with feature_layers=model.architecture.feature_layers"
+        )
+
+
 def speculative_generate(
     target: Target,
     model: SpecVocabDraft,
@@ -115,17 +133,7 @@ def speculative_generate(
         ValueError: shapes or limits that make no sense, or a draft of another dtype or device than the target, or one
             that reads other feature layers than the target gives.
     """
-    weight, expected = model.draft.fc.weight, target.lm_head_weight
-    if (weight.dtype, weight.device) != (expected.dtype, expected.device):
-        raise ValueError(
-            f"the draft is {weight.dtype} on {weight.device}, the target {expected.dtype} on {expected.device}; "
-            "move it with place_draft(model, target)"
-        )
-    if model.architecture.feature_layers != target.feature_layers:
-        raise ValueError(
-            f"the draft reads the feature layers {model.architecture.feature_layers}, the target gives "
-            f"{target.feature_layers}; load the target with feature_layers=model.architecture.feature_layers"
-        )
+    check_draft(target, model)
     if num_draft_tokens < 0:
         raise ValueError(f"num_draft_tokens={num_draft_tokens} must not be negative")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)

@@ -260,7 +260,7 @@ def evaluate(
                     recalled = None if measured.recall is None else measured.recall.count()
                     difference = None
                     if evaluation.greedy and output.sequences != reference.sequences:
-                        position, gap = _first_difference(target, input_ids, reference.sequences, output.sequences)
+                        position, gap = first_difference(target, input_ids, reference.sequences, output.sequences)
                         difference = Difference(id=prompt.id, turn=turn, position=position, top2_gap=gap)
                         measured.differences.append(difference)
                     if on_turn is not None:
@@ -300,7 +300,7 @@ def _observing(recall: CandidateRecall | None) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def _first_difference(
+def first_difference(
     target: Target, input_ids: Tensor, expected: Sequence[int], actual: Sequence[int]
 ) -> tuple[int, float]:
     """Index of the first differing token, and the gap between the target's two best logits there."""

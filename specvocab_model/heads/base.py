@@ -42,6 +42,12 @@ class Head(ABC):
     @abstractmethod
     def __call__(self, hidden: Tensor) -> HeadOutput: ...
 
+    def top_n(self, hidden: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """The ``n`` likeliest tokens of hidden states ``[N, d]``, best first: ids and log-probabilities, ``[N, n]``."""
+        output = self(hidden)
+        log_probs, columns = output.logits.log_softmax(-1).topk(n)
+        return (columns if output.ids is None else output.ids.gather(-1, columns)), log_probs
+
     def begin(self, input_ids: Tensor) -> None:  # noqa: B027
         """A sequence begins.
 

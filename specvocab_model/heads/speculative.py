@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specvocab_kernels.vocab_head import vocab_head
+from specvocab_kernels.vocab_head import vocab_head, vocab_head_top_n
 from torch import Tensor
 
 from specvocab_model.config import ConfigError
@@ -52,3 +52,10 @@ class SpeculativeHead(Head):
             impl=self.impl,
         )
         return HeadOutput(ids, logits)
+
+    def top_n(self, hidden: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """As ``Head.top_n``, in the kernel."""
+        return vocab_head_top_n(
+            hidden.to(self.weights.lm_head.dtype), self.weights, n, logit_scale=self.scale, logit_softcap=self.softcap,
+            impl=self.impl,
+        )

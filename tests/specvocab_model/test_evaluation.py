@@ -175,7 +175,7 @@ def test_a_changed_output_is_listed_with_the_targets_gap(
 
 
 def test_an_output_that_ends_early_differs_at_its_end(target: Target):
-    position, _ = evaluation._first_difference(target, torch.tensor([[1, 2]]), [5, 6, 7], [5, 6])
+    position, _ = evaluation.first_difference(target, torch.tensor([[1, 2]]), [5, 6, 7], [5, 6])
     assert position == 2
 
 
