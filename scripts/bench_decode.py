@@ -128,9 +128,11 @@ def random_setting(args: argparse.Namespace, device: torch.device) -> Setting:
     """A Qwen3 of the given shape and two drafts, with a speculator and with a static head, all of random weights."""
     torch.manual_seed(0)
     heads, kv_heads = args.heads
-    shape: dict[str, Any] = dict(vocab_size=args.vocab_size, hidden_size=args.hidden_size, intermediate_size=args.intermediate_size,
-                 num_hidden_layers=args.layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-                 head_dim=args.head_dim, max_position_embeddings=40960)
+    shape: dict[str, Any] = {
+        "vocab_size": args.vocab_size, "hidden_size": args.hidden_size, "intermediate_size": args.intermediate_size,
+        "num_hidden_layers": args.layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": args.head_dim, "max_position_embeddings": 40960,
+    }
     with torch.device(device):
         model = Qwen3ForCausalLM._from_config(
             Qwen3Config(**shape, rope_parameters=ROPE, tie_word_embeddings=False), dtype=TORCH_DTYPES[args.dtype])
