@@ -196,6 +196,17 @@ def test_the_states_of_a_chain_are_those_of_decode(target: Target):
         torch.testing.assert_close(ours[: len(theirs)], theirs, rtol=1e-4, atol=1e-4)
 
 
+class Sharp(Head):
+    """A head that is surer of itself: an untrained draft's flat distribution makes trees of two layers."""
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+
+    def __call__(self, hidden: Tensor) -> HeadOutput:
+        output = self.head(hidden)
+        return HeadOutput(output.ids, 12 * output.logits)
+
+
 def brute_force_tree(target: Target, model: SpecVocabDraft, head: Head, text: list[int], shape: DraftShape) -> set:
     """EAGLE-2's tree after ``text``, path by path, each with a cache of its own."""
     features = target.forward(torch.tensor([text])).features[:, :-1]
@@ -222,7 +233,7 @@ def brute_force_tree(target: Target, model: SpecVocabDraft, head: Head, text: li
 
 def test_a_tree_holds_the_most_probable_paths(target: Target, monkeypatch: pytest.MonkeyPatch):
     target, model = with_spec(target, eos_token_ids=NO_EOS), untrained(target)
-    made = build_head("speculative", target, model)
+    made = Sharp(build_head("speculative", target, model))
     engine = make_engine(target, TREE, made, model, batch_size=2)
     trees: list[list[set]] = []
     draft = engine.draft
@@ -238,6 +249,7 @@ def test_a_tree_holds_the_most_probable_paths(target: Target, monkeypatch: pytes
     monkeypatch.setattr(engine, "draft", drafting)
     prompts = prompts_of((4, 11), seed=4)
     outputs = engine.generate(prompts, max_new_tokens=6)
+    assert max(len(path) for rows in trees for paths in rows for path in paths) == TREE.depth
     for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         length = len(prompt) + 1
         for number, accepted in enumerate([*output.accepted_per_round, None]):
