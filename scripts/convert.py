@@ -27,7 +27,6 @@ from data_gen.chat import check_template_kwargs, encode_prompt, user_turn
 from data_gen.engines import Completion, SamplingParams, TransformersEngine
 from data_gen.prompts import Prompt, load_prompts
 from specvocab_model import conversion
-from specvocab_model.cli import EXIT_CONFIG_ERROR
 from specvocab_model.config import DTYPES, QUANTIZATIONS, SELECTIONS, ConfigError, HeadConfig, TargetConfig
 from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
@@ -40,7 +39,7 @@ from specvocab_model.draft_states import (
 )
 from specvocab_model.export import Provenance, check_destination, save_checkpoint
 from specvocab_model.heads.static import OwnHead
-from specvocab_model.options import positive, usable_device
+from specvocab_model.options import positive, run_command, usable_device
 from specvocab_model.public_drafts import PublicDraft, open_draft
 from specvocab_model.speculator import VocabSpeculator, build_selection, collect_final_hidden
 from specvocab_model.target import Target
@@ -53,12 +52,7 @@ Row = dict[str, list[int]]  # input_ids and loss_mask
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    options = parser.parse_args(arguments)
-    try:
-        convert(options)
-    except ConfigError as error:
-        parser.exit(EXIT_CONFIG_ERROR, f"error: {error}\n")
+    run_command(build_parser(), convert, arguments)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -33,12 +33,11 @@ from safetensors.torch import save_file
 
 from data_gen.files import writing
 from data_gen.token_counts import count_tokens
-from specvocab_model.cli import EXIT_CONFIG_ERROR
 from specvocab_model.config import DTYPES, ConfigError, DraftConfig, TargetConfig
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
 from specvocab_model.heads.static import prune, write_token_map
-from specvocab_model.options import positive, usable_device
+from specvocab_model.options import positive, run_command, usable_device
 from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec_and_tokenizer
 from specvocab_model.tuning.flops import DraftFlops, draft_bytes
 from specvocab_model.tuning.latency import draft_seconds
@@ -57,12 +56,7 @@ Study = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    options = parser.parse_args(arguments)
-    try:
-        trim(options)
-    except ConfigError as error:
-        parser.exit(EXIT_CONFIG_ERROR, f"error: {error}\n")
+    run_command(build_parser(), trim, arguments)
 
 
 def build_parser() -> argparse.ArgumentParser:

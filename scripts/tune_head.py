@@ -36,13 +36,12 @@ import torch
 from torch import Tensor, nn
 
 from data_gen.shards import load_rows, supervised_ids
-from specvocab_model.cli import EXIT_CONFIG_ERROR
 from specvocab_model.config import DTYPES, ConfigError, TargetConfig
 from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.draft_states import DraftStates, collect_draft_states, collect_target_states
 from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
-from specvocab_model.options import positive, usable_device
+from specvocab_model.options import positive, run_command, usable_device
 from specvocab_model.speculator import VocabSpeculator
 from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec
 from specvocab_model.tuning import latency, report
@@ -56,18 +55,18 @@ TABLE_TOPS = (256, 512, 1024, 2048)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    options = parser.parse_args(arguments)
-    try:
-        check(options)
-        if options.latency_only:
-            measure_latencies(options)
-        elif options.table:
-            print_table(options)
-        else:
-            tune(options)
-    except ConfigError as error:
-        parser.exit(EXIT_CONFIG_ERROR, f"error: {error}\n")
+    run_command(build_parser(), choose_action, arguments)
+
+
+def choose_action(options: argparse.Namespace) -> None:
+    """Measure latencies alone, print a table of them, or tune."""
+    check(options)
+    if options.latency_only:
+        measure_latencies(options)
+    elif options.table:
+        print_table(options)
+    else:
+        tune(options)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,10 +1,25 @@
-"""Types of command-line options for ``argparse``, which prints what they raise in one line."""
+"""Commands without Hydra: how they start, and types of their options, whose errors argparse prints in one line."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 
 import torch
+
+from specvocab_model.cli import EXIT_CONFIG_ERROR
+from specvocab_model.config import ConfigError
+
+
+def run_command(
+    parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], object], arguments: Sequence[str] | None
+) -> None:
+    """``command`` with the parsed ``arguments``; a ``ConfigError`` ends in one line and exit code 2."""
+    options = parser.parse_args(arguments)
+    try:
+        command(options)
+    except ConfigError as error:
+        parser.exit(EXIT_CONFIG_ERROR, f"error: {error}\n")
 
 
 def positive(text: str) -> int:

@@ -238,3 +238,13 @@ def test_an_lm_head_with_bias_or_of_another_size_is_refused(layout_target) -> No
     target.model.lm_head = nn.Linear(48, target.spec.vocab_size, bias=True)
     with pytest.raises(ConfigError, match="bias-free"):
         Target(target.spec, target.model, target.tokenizer)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_bf16_where_it_is_slow_is_warned_of(tmp_path, monkeypatch, caplog, fast):
+    config = tiny.tiny_target_config(tiny.tiny_target_folder(tmp_path / "target", "llama"), "llama")
+    monkeypatch.setattr("specvocab_model.target.has_fast_bf16", lambda: fast)
+    Target.load(config, device="cpu", dtype=torch.float32)
+    assert not caplog.messages
+    Target.load(config, device="cpu", dtype=torch.bfloat16)
+    assert any("target.dtype=float32" in message for message in caplog.messages) is not fast
