@@ -75,10 +75,12 @@ def main(argv: list[str] | None = None) -> None:
     if args.strategy is not None:
         measure_strategy(args)
         return
-    results = run_all(args)
+    results, failed = run_all(args)
     print(" ".join(f"{column:>17}" for column in COLUMNS))
     for result in results:
         print(" ".join(f"{cell(result[column]):>17}" for column in COLUMNS))
+    if failed:
+        sys.exit(f"error: failed: {', '.join(failed)}; their output is above")
 
 
 def write_report(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
@@ -94,23 +96,28 @@ def write_report(args: argparse.Namespace, results: list[dict[str, Any]]) -> Non
                                      "results": results}, indent=2) + "\n")
 
 
-def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start every run; runs of one card share the machine, one on each card."""
+def run_all(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    """Start every run, and return the results and the names of runs that failed, which do not stop the others.
+
+    Runs of one card share the machine, one on each card.
+    """
     available = 2 if args.tiny else torch.cuda.device_count()
     cards = args.cards or sorted({1, available})
     jobs = [(strategy, count) for count in cards for strategy in args.strategies if count == 1 or strategy != "single"]
     results: list[dict[str, Any]] = []
+    failed = []
     at_once = [job for job in jobs if job[1] == 1]
     rounds = [at_once[first : first + available] for first in range(0, len(at_once), available)]
     for group in [*rounds, *([job] for job in jobs if job[1] > 1)]:
         started = [start(args, strategy, count, first_card) for first_card, (strategy, count) in enumerate(group)]
-        for process, file in started:
+        for (strategy, count), (process, file) in zip(group, started, strict=True):
             if process.wait() != 0:
-                sys.exit(f"error: {' '.join(process.args)} failed")  # type: ignore[arg-type]
+                failed.append(f"{strategy} on {count}")
+                continue
             results += json.loads(file.read_text())
             file.unlink()
         write_report(args, results)  # after every group: a run that is stopped keeps what it has measured
-    return results
+    return results, failed
 
 
 def start(args: argparse.Namespace, strategy: str, cards: int, first_card: int) -> tuple[subprocess.Popen, Path]:
