@@ -64,7 +64,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     """
     batch, heads, length, head_dim = query.shape
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1] * length, head_dim)
-    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).view(query.shape)
+    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).reshape(query.shape)
 
 
 def tree_attention(
