@@ -7,10 +7,11 @@
 
 Every draft is measured with each head that it has: the full one and the speculated vocabulary, or the static head that
 it was trained or pruned to (scripts/trim_vocab.py). A shape is a chain's length, or DEPTHxTOP_KxTOKENS of a dynamic
-tree. All decode the same prompts in turn, in one process, with the same graphs; seconds include the prefill. Greedy
-outputs are compared with the plain one, and where one differs, the gap between the target's two best logits there is
-printed: rounding for a tie. ``--random`` makes target and drafts of random weights: their times are those of the
-shape, their acceptance means nothing.
+tree. All decode the same turns one after the other, in one process, with the same graphs; seconds include the prefill.
+A later turn of a prompt follows on the target's greedy answers. Greedy outputs are compared with the plain one; of
+every output that differs, the JSON has the gap between the target's two best logits there: rounding for a tie.
+``--random`` makes target and drafts of random weights: their times are those of the shape, their acceptance means
+nothing.
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from specvocab_kernels.timing import median_ms
 from tokenizers import Tokenizer, models
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from data_gen.chat import encode_prompt
-from data_gen.prompts import load_prompts
+from data_gen.prompts import Prompt, load_prompts
 from specvocab_model.config import ConfigError, DraftConfig, HeadConfig, TargetConfig
 from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.engine import DecodeEngine, DraftShape
+from specvocab_model.engine.shapes import width_for
 from specvocab_model.evaluation import Difference, Measurement, first_difference
 from specvocab_model.heads import build_head
 from specvocab_model.sampling import Sampling
@@ -41,7 +45,9 @@ from specvocab_model.target import TORCH_DTYPES, Target, default_feature_layers,
 from specvocab_model.target_spec import TargetSpec
 
 REPEATS = 20  # of a part; the median counts
+CONTEXT_BATCH = 16  # prompts answered at a time where only the answers count
 NO_EOS = -1  # random targets never stop
+RANDOM_PROMPTS = 4
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 
@@ -53,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                           max_new_tokens=12, shapes=[DraftShape(3), DraftShape(3, 3, 8)], dtype="float32")
     device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
     try:
-        target, drafts, prompts = random_setting(args, device) if args.random else real_setting(args, device)
-        report = measure(args, target, drafts, prompts)
+        target, drafts, turns = random_setting(args, device) if args.random else real_setting(args, device)
+        report = measure(args, target, drafts, turns)
     except ConfigError as error:
         raise SystemExit(f"bench_decode: {error}") from error
     print(table(report))
@@ -67,10 +73,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", help="folder or hub id")
     parser.add_argument("--gguf-file", help="in the target's folder")
     parser.add_argument("--draft", nargs="+", type=Path, default=[], help="exported checkpoints")
-    parser.add_argument("--prompts", type=Path, help="jsonl, as eval.prompts; the first turn of each is answered")
-    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--prompts", type=Path, help="jsonl, as eval.prompts")
+    parser.add_argument("--num-prompts", type=int, help="so many, evenly spaced over the file; by default all of them")
     parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=1, help="prompts decoded at a time")
+    parser.add_argument("--batch", type=int, default=1, help="turns decoded at a time")
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=[DraftShape(7), DraftShape(8, 10, 60)])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", choices=sorted(TORCH_DTYPES), default="bfloat16")
@@ -99,7 +105,17 @@ def parse_shape(text: str) -> DraftShape:
                                          ) from error
 
 
-Setting = tuple[Target, dict[str, SpecVocabDraft], list[list[int]]]
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is answered: a prompt's question, after the answers to the questions before it."""
+
+    id: str
+    category: str
+    number: int
+    prompt_ids: list[int]
+
+
+Setting = tuple[Target, dict[str, SpecVocabDraft], list[Turn]]
 
 
 def real_setting(args: argparse.Namespace, device: torch.device) -> Setting:
@@ -119,9 +135,40 @@ def real_setting(args: argparse.Namespace, device: torch.device) -> Setting:
         raise ConfigError(f"the drafts need names of their own and the same feature layers of the target, but read "
                           f"{sorted(layers)} under the names {', '.join(drafts)}; measure them one by one")
     target = Target.load(config, device=device, feature_layers=layers.pop())
-    prompts = [encode_prompt(target.tokenizer, prompt.conversation([]), {})
-               for prompt in load_prompts(args.prompts, args.num_prompts)]
-    return target, drafts, prompts
+    prompts = load_prompts(args.prompts)
+    count = min(args.num_prompts or len(prompts), len(prompts))
+    spaced = [prompts[number * len(prompts) // count] for number in range(count)]
+    return target, drafts, turns_of(target, spaced, args)
+
+
+def turns_of(target: Target, prompts: Sequence[Prompt], args: argparse.Namespace) -> list[Turn]:
+    """All turns of all prompts, each with the greedy answers to the ones before it."""
+    turns: list[Turn] = []
+    answers: dict[str, list[str]] = {prompt.id: [] for prompt in prompts}
+    open_prompts = list(prompts)
+    for number in range(max(prompt.num_turns for prompt in prompts)):
+        if number:
+            answer_all(target, [turn for turn in turns if turn.number == number - 1 and
+                                turn.id in {prompt.id for prompt in open_prompts}], answers, args)
+        turns += [Turn(prompt.id, prompt.category, number,
+                       encode_prompt(target.tokenizer, prompt.conversation(answers[prompt.id]), {}))
+                  for prompt in open_prompts]
+        open_prompts = [prompt for prompt in open_prompts if prompt.num_turns > number + 1]
+    return turns
+
+
+def answer_all(
+    target: Target, turns: Sequence[Turn], answers: dict[str, list[str]], args: argparse.Namespace
+) -> None:
+    """Add the target's greedy answer to every turn; those of like length share a batch."""
+    ordered = sorted(turns, key=lambda turn: len(turn.prompt_ids))
+    capacity = len(ordered[-1].prompt_ids) + args.max_new_tokens
+    engine = DecodeEngine(target, capacity=capacity, batch_size=CONTEXT_BATCH, graphs=not args.no_graphs)
+    for start in range(0, len(ordered), CONTEXT_BATCH):
+        batch = ordered[start : start + CONTEXT_BATCH]
+        outputs = engine.generate([turn.prompt_ids for turn in batch], max_new_tokens=args.max_new_tokens)
+        for turn, output in zip(batch, outputs, strict=True):
+            answers[turn.id].append(str(target.tokenizer.decode(output.sequences, skip_special_tokens=True)))
 
 
 def random_setting(args: argparse.Namespace, device: torch.device) -> Setting:
@@ -145,20 +192,22 @@ def random_setting(args: argparse.Namespace, device: torch.device) -> Setting:
              "static": HeadConfig(type="static", draft_vocab_size=args.static_size)}
     drafts = {name: SpecVocabDraft.build(spec, DraftConfig(), head) for name, head in kinds.items()}
     numbers = random.Random(0)
-    prompts = [[numbers.randrange(args.vocab_size) for _ in range(args.prompt_tokens)] for _ in range(args.num_prompts)]
-    return target, drafts, prompts
+    turns = [Turn(str(number), "random", 0, [numbers.randrange(args.vocab_size) for _ in range(args.prompt_tokens)])
+             for number in range(args.num_prompts or RANDOM_PROMPTS)]
+    return target, drafts, turns
 
 
 def measure(
-    args: argparse.Namespace, target: Target, drafts: dict[str, SpecVocabDraft], prompts: list[list[int]]
+    args: argparse.Namespace, target: Target, drafts: dict[str, SpecVocabDraft], turns: Sequence[Turn]
 ) -> dict[str, Any]:
     """What is printed, as JSON types.
 
     Raises:
         ConfigError: a head does not suit a shape.
     """
+    longest = max(len(turn.prompt_ids) for turn in turns)
     options: dict[str, Any] = {
-        "capacity": max(map(len, prompts)) + args.max_new_tokens, "batch_size": args.batch,
+        "capacity": longest + args.max_new_tokens, "batch_size": args.batch,
         "sampling": Sampling(temperature=args.temperature), "graphs": not args.no_graphs,
     }
     engines = {"autoregressive": DecodeEngine(target, **options)}
@@ -170,13 +219,13 @@ def measure(
             for shape in args.shapes:
                 label = f"{name} {head} {name_of(shape)}"
                 engines[label] = DecodeEngine(target, model, made, shape=shape, **options)
-    measured = decode(args, target, engines, prompts)
+    measured = decode(args, target, engines, turns)
     plain = measured["autoregressive"].tokens_per_second
-    length = max(map(len, prompts)) + args.max_new_tokens // 2
+    length = sum(len(turn.prompt_ids) for turn in turns) // len(turns) + args.max_new_tokens // 2
     return {
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "CPU",
         "torch": torch.__version__, "target": target.spec.name, "dtype": args.dtype, "batch": args.batch,
-        "temperature": args.temperature, "num_prompts": len(prompts), "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature, "num_turns": len(turns), "max_new_tokens": args.max_new_tokens,
         "results": {
             name: measured[name].to_dict() | {"speed_up": measured[name].tokens_per_second / plain,
                                               "milliseconds": times(engine, length)}
@@ -186,31 +235,40 @@ def measure(
 
 
 def decode(
-    args: argparse.Namespace, target: Target, engines: dict[str, DecodeEngine], prompts: list[list[int]]
+    args: argparse.Namespace, target: Target, engines: dict[str, DecodeEngine], turns: Sequence[Turn]
 ) -> dict[str, Measurement]:
-    """All engines on every batch in turn, after a pass over the shortest and the longest that captures the graphs."""
-    batches = [prompts[start : start + args.batch] for start in range(0, len(prompts), args.batch)]
-    by_length = sorted(batches, key=lambda batch: max(map(len, batch)))
-    for batch in (by_length[0], by_length[-1]):
-        for engine in engines.values():
-            engine.generate(batch, max_new_tokens=args.max_new_tokens)
+    """All engines on every batch in turn, after a pass that captures the graphs of all lengths."""
+    by_length = sorted(turns, key=lambda turn: len(turn.prompt_ids)) if args.batch > 1 else list(turns)
+    batches = [by_length[start : start + args.batch] for start in range(0, len(turns), args.batch)]
     measured = {name: Measurement() for name in engines}
-    for number, batch in enumerate(batches):
+    for engine in engines.values():
+        for batch in of_every_width(batches):
+            engine.generate([turn.prompt_ids for turn in batch], max_new_tokens=args.max_new_tokens)
+    for number, batch in enumerate(tqdm(batches, unit="batch", desc="decoding")):
         plain: list[list[int]] = []
         for name, engine in engines.items():
             generator = torch.Generator(target.device).manual_seed(number)
             start = time.perf_counter()
-            outputs = engine.generate(batch, max_new_tokens=args.max_new_tokens, generator=generator)
+            outputs = engine.generate([turn.prompt_ids for turn in batch], max_new_tokens=args.max_new_tokens,
+                                      generator=generator)
             seconds = time.perf_counter() - start
             plain = plain or [output.sequences for output in outputs]
-            for prompt, output, expected in zip(batch, outputs, plain, strict=True):
-                measured[name].add("all", output, seconds / len(batch))
+            for turn, output, expected in zip(batch, outputs, plain, strict=True):
+                measured[name].add(turn.category, output, seconds / len(batch))
                 if not args.temperature and output.sequences != expected:
-                    input_ids = torch.tensor([prompt], device=target.device)
+                    input_ids = torch.tensor([turn.prompt_ids], device=target.device)
                     position, gap = first_difference(target, input_ids, expected, output.sequences)
                     measured[name].differences.append(
-                        Difference(id=str(prompts.index(prompt)), turn=0, position=position, top2_gap=gap))
+                        Difference(id=turn.id, turn=turn.number, position=position, top2_gap=gap))
     return measured
+
+
+def of_every_width(batches: Sequence[Sequence[Turn]]) -> list[Sequence[Turn]]:
+    """For every width of attention a batch that starts with it, and the longest."""
+    lengths = {number: max(len(turn.prompt_ids) for turn in batch) for number, batch in enumerate(batches)}
+    longest = max(lengths, key=lengths.__getitem__)
+    firsts = {width_for(lengths[number], lengths[longest]): number for number in reversed(lengths)}
+    return [batches[number] for number in sorted({*firsts.values(), longest}, key=lengths.__getitem__)]
 
 
 def times(engine: DecodeEngine, length: int) -> dict[str, float]:
@@ -226,7 +284,7 @@ def name_of(shape: DraftShape) -> str:
 def table(report: dict[str, Any]) -> str:
     lines = [
         f"{report['target']}, {report['dtype']}, {report['device']}, batch {report['batch']}, temperature "
-        f"{report['temperature']}, {report['num_prompts']} prompts, up to {report['max_new_tokens']} new tokens",
+        f"{report['temperature']}, {report['num_turns']} turns, up to {report['max_new_tokens']} new tokens",
         f"{'':44}{'τ':>7}{'tokens/s':>11}{'speed-up':>10}{'verify':>9}{'draft':>9}{'head':>9}  ms",
     ]
     for name, result in report["results"].items():
@@ -234,8 +292,10 @@ def table(report: dict[str, Any]) -> str:
                         for part in ("verify", "draft", "head"))
         lines.append(f"{name:44}{result['tau']:7.2f}{result['tokens_per_second']:11.1f}{result['speed_up']:10.2f}{parts}")
     for name, result in report["results"].items():
-        lines += [f"{name}: leaves the plain output at new token {found['position']} of prompt {found['id']}, where "
-                  f"the target's two best logits are {found['top2_gap']:.2g} apart" for found in result["differences"]]
+        if result["differences"]:
+            gap = max(found["top2_gap"] for found in result["differences"])
+            lines.append(f"{name}: {len(result['differences'])} of {report['num_turns']} outputs leave the plain one, "
+                         f"where the target's two best logits are at most {gap:.2g} apart")
     return "\n".join(lines)
 
 
