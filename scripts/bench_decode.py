@@ -73,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", help="folder or hub id")
     parser.add_argument("--gguf-file", help="in the target's folder")
     parser.add_argument("--draft", nargs="+", type=Path, default=[], help="exported checkpoints")
+    parser.add_argument("--own-heads", action="store_true", help="not the full head of drafts that have another one")
     parser.add_argument("--prompts", type=Path, help="jsonl, as eval.prompts")
     parser.add_argument("--num-prompts", type=int, help="so many, evenly spaced over the file; by default all of them")
     parser.add_argument("--max-new-tokens", type=int, default=256)
@@ -128,7 +129,7 @@ def real_setting(args: argparse.Namespace, device: torch.device) -> Setting:
         raise ConfigError("--target, --draft and --prompts are all needed, or --random or --tiny")
     config = TargetConfig(model=args.target, gguf_file=args.gguf_file, dtype=args.dtype)
     spec = load_spec(config)
-    drafts = {folder.name if folder.name != "export" else folder.parent.name:
+    drafts = {folder.name if folder.name not in ("export", "pruned") else folder.parent.name:
               SpecVocabDraft.from_pretrained(folder, target_spec=spec) for folder in args.draft}
     layers = {model.architecture.feature_layers for model in drafts.values()}
     if len(layers) > 1 or len(drafts) < len(args.draft):
@@ -163,9 +164,10 @@ def answer_all(
     """Add the target's greedy answer to every turn; those of like length share a batch."""
     ordered = sorted(turns, key=lambda turn: len(turn.prompt_ids))
     capacity = len(ordered[-1].prompt_ids) + args.max_new_tokens
-    engine = DecodeEngine(target, capacity=capacity, batch_size=CONTEXT_BATCH, graphs=not args.no_graphs)
-    for start in range(0, len(ordered), CONTEXT_BATCH):
-        batch = ordered[start : start + CONTEXT_BATCH]
+    batch_size = min(CONTEXT_BATCH, len(ordered))
+    engine = DecodeEngine(target, capacity=capacity, batch_size=batch_size, graphs=not args.no_graphs)
+    for start in range(0, len(ordered), batch_size):
+        batch = ordered[start : start + batch_size]
         outputs = engine.generate([turn.prompt_ids for turn in batch], max_new_tokens=args.max_new_tokens)
         for turn, output in zip(batch, outputs, strict=True):
             answers[turn.id].append(str(target.tokenizer.decode(output.sequences, skip_special_tokens=True)))
@@ -214,7 +216,7 @@ def measure(
     for name, model in drafts.items():
         place_draft(model, target)
         kind = model.head_config.type
-        for head in dict.fromkeys(["full", kind] if kind == "speculative" else [kind]):
+        for head in ["full", kind] if kind == "speculative" and not args.own_heads else [kind]:
             made = build_head(head, target, model)
             for shape in args.shapes:
                 label = f"{name} {head} {name_of(shape)}"
