@@ -11,7 +11,7 @@ import torch
 from tests.train.launching import Job, free_port, launch, python
 from tests.train.runs import logged, overrides
 
-ON_CARDS = ("distributed.cpu=false", "target.dtype=bfloat16", "trainer.mixed_precision=bf16", "trainer.num_epochs=40")
+ON_CARDS = ("distributed.cpu=false", "target.dtype=bfloat16", "trainer.mixed_precision=bf16", "trainer.num_epochs=12")
 
 
 def accelerate(cards: int) -> list[str]:
@@ -32,7 +32,7 @@ def test_two_cards_stop_on_a_signal_to_one_rank_and_one_card_goes_on(root):
     job.rank(1).send_signal(signal.SIGTERM)
     assert job.wait() != 0 and "stopped by a signal after step " in job.stdout, job.stderr[-3000:]
     stopped_at = int((root / "two-cards" / "checkpoints" / "latest").read_text().removeprefix("step-"))
-    assert 5 <= stopped_at < 160
+    assert 5 <= stopped_at < 48
     resumed = launch(root / "logs", overrides(root, "two-cards", *ON_CARDS), accelerate(1))
     assert resumed.process.returncode == 0, resumed.stderr[-3000:]
     assert f"step {stopped_at}/" not in resumed.stdout
