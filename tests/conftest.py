@@ -5,14 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # Tests share helpers (`from tests.tiny import ...`) whatever the directory pytest is started from.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+# The models are tiny: more threads only fight each other, the more so under pytest-xdist. Also those of the processes
+# that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
 from transformers.utils import logging as transformers_logging
+
+from tests.forking import forking
 
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated, so it must be set before any kernel module is imported.
@@ -22,9 +29,15 @@ if not torch.cuda.is_available():
 ARROW_CACHE = tempfile.TemporaryDirectory(prefix="specvocab-tests-")
 os.environ["HF_DATASETS_CACHE"] = ARROW_CACHE.name
 
-# The models are tiny: more threads only fight each other, the more so under pytest-xdist.
 torch.set_num_threads(1)
 transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """What the test starts with ``sys.executable`` is forked from this process: see ``tests/forking.py``."""
+    with forking():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -112,6 +112,7 @@ def test_checkpoint_holds_what_was_trained(workplace, whole):
     assert all(bool((exported[name].float() == trained[name]).all()) for name in trained)
 
 
+@pytest.mark.usefixtures("forked")
 def test_second_run_does_nothing_again(workplace, whole):
     output, _ = whole
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*.safetensors")}
@@ -122,6 +123,7 @@ def test_second_run_does_nothing_again(workplace, whole):
     assert (output / "results.json").read_text() == results
 
 
+@pytest.mark.usefixtures("forked")
 def test_changed_evaluation_runs_only_the_evaluation(workplace, whole):
     out = finish(pipeline(workplace, "whole", "eval.num_draft_tokens=1"))
     assert stages_finished_before(out) == ["generate", "train", "export"]
@@ -129,6 +131,7 @@ def test_changed_evaluation_runs_only_the_evaluation(workplace, whole):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_killed_run_ends_with_the_same_weights(workplace, whole):
     """SIGKILL to everything, once in each long stage; the same command then ends with the unbroken run's bytes."""
     for moment in ("data/train/shard-00000.parquet", "checkpoints/step-2", "export"):

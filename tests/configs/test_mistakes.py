@@ -154,6 +154,7 @@ main()
     ("raise RuntimeError('a bug')", 1, "Traceback (most recent call last):", "RuntimeError: a bug"),
     ("raise KeyboardInterrupt", 130, "interrupted", "interrupted"),
 ])
+@pytest.mark.usefixtures("forked")
 def test_what_the_command_raises(body, code, first, last, tmp_path):
     """A real process: the command's own ConfigError is one line, a bug keeps its traceback, nothing is left behind."""
     script = tmp_path / "command.py"

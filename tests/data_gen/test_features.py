@@ -108,13 +108,14 @@ features._write_documents = dying
 for left in (5, 21):
     if child := os.fork():  # a process for each kill, which need not import everything anew
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(status, len(list(folder.glob("shard-*.bin"))))
+        print(status, len(list(folder.glob("shard-*.bin"))), flush=True)
     else:
         main.main()
         os._exit(0)
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_run_that_is_killed_goes_on_and_ends_as_an_unbroken_one(root, made):
     killed = subprocess.run([sys.executable, "-c", KILLED, *arguments(root, "killed")], cwd=REPOSITORY,
                             env=ENVIRONMENT | {"FOLDER": str(root / "killed" / "train")}, capture_output=True,
@@ -128,6 +129,7 @@ def test_a_run_that_is_killed_goes_on_and_ends_as_an_unbroken_one(root, made):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_two_ranks_make_what_one_makes(root, made):
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                            "data_gen/main.py", *arguments(root, "ranks")], cwd=REPOSITORY, env=ENVIRONMENT,

@@ -256,6 +256,7 @@ def killed_when(seen: Path, command: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_killed_twice_and_continued_on_other_ranks_nothing_is_lost_or_doubled(root, whole):
     run = root / "killed"
     arguments = [str(MAIN), *overrides(root, "killed")]
@@ -299,6 +300,7 @@ def data_of(run: Path) -> dict[str, bytes]:
             if not file.name.endswith(".tmp")}
 
 
+@pytest.mark.usefixtures("forked")
 def test_conversations_that_are_killed_end_in_the_rows_of_an_unbroken_run(root):
     run_here(talk(root, "talk"))
     rows = [row for name in FOLDERS[1:] for row in rows_of(root / "talk" / name)]

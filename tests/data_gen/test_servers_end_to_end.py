@@ -49,6 +49,7 @@ def arguments(root, name: str, url: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_rows_and_files_do_not_depend_on_faults_or_kills(root, server):
     run_here(arguments(root, "whole", server))
     run_here(overrides(root, "here", *GREEDY))

@@ -11,6 +11,7 @@ from scripts.bench_distributed import covered, main, write_report
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_one_rank(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     main(["--tiny", "--strategies", "single", "ddp", "--cards", "1", "--json", str(tmp_path / "out.json")])

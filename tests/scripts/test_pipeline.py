@@ -119,6 +119,7 @@ def test_what_has_no_results_is_refused(override, monkeypatch):
         plan(quickstart(override))
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_strategy_of_several_ranks_goes_through_accelerate(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setattr(sys, "argv", ["pipeline.py", "+experiment=quickstart", "distributed=zero2"])
@@ -214,6 +215,7 @@ def start_waiting_pipeline(stage: Stage, tmp_path: Path) -> subprocess.Popen[str
     (signal.SIGINT, True, 130, "train was interrupted; the same command goes on from here"),
     (signal.SIGTERM, False, 143, "train was terminated; the same command goes on from here"),
 ])
+@pytest.mark.usefixtures("forked")
 def test_signals_end_the_stage_too(number, to_group, code, message, stage, tmp_path):
     process = start_waiting_pipeline(stage, tmp_path)
     (os.killpg if to_group else os.kill)(process.pid, number)
@@ -224,6 +226,7 @@ def test_signals_end_the_stage_too(number, to_group, code, message, stage, tmp_p
         os.killpg(process.pid, 0)  # nobody is left
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_killed_pipeline_leaves_no_second_run_beside_its_stage(stage, tmp_path):
     """SIGKILL to the pipeline alone: its stage lives on and holds the lock; seconds so far are kept."""
     process = start_waiting_pipeline(stage, tmp_path)

@@ -52,7 +52,7 @@ for step in range(1, 6):
 
 
 @pytest.fixture
-def arguments(tmp_path, monkeypatch) -> list[str]:
+def arguments(tmp_path, monkeypatch, forked) -> list[str]:
     """A sweep's arguments in ``tmp_path``, with the small program as training and no launcher around it."""
     program = tmp_path / "training.py"
     program.write_text(TRAINING)
@@ -341,6 +341,7 @@ def test_the_reason_of_a_failure_is_found_in_the_log(arguments, log, reason):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_real_training_through_submitit(tmp_path, monkeypatch):
     """Two points, each `accelerate launch train/main.py` in a job of submitit's local executor; one cannot train."""
     pytest.importorskip("submitit", reason="needs submitit (pip install 'specvocab[sweep]')")

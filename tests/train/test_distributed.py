@@ -12,6 +12,7 @@ import pytest
 from scripts.export import export
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.target import load_spec
+from tests.forking import forking
 from tests.train import see_the_end
 from tests.train.count_collectives import counting, poison_step_2
 from tests.train.launching import (
@@ -66,8 +67,9 @@ def test_two_zero2_ranks_of_which_one_dies_go_on_as_zero3_and_then_as_one_rank(r
     assert died.process.returncode != 0 and not (root / "moving" / "final").exists()
     assert (root / "moving" / "checkpoints" / "latest").read_text() == "step-4", died.stderr[-3000:]
 
-    job = Job(root / "logs", [*arguments, "distributed=zero3"], accelerate_deepspeed(),
-              TORCH_EXTENSIONS_DIR=str(root / "extensions"))
+    with forking():
+        job = Job(root / "logs", [*arguments, "distributed=zero3"], accelerate_deepspeed(),
+                  TORCH_EXTENSIONS_DIR=str(root / "extensions"))
     job.wait_until(lambda: "step 5/" in job.stdout)
     job.rank(1).send_signal(signal.SIGTERM)
     assert job.wait() != 0 and "exitcode  : 75" in job.stderr, job.stderr[-3000:]
@@ -103,6 +105,7 @@ def test_zero3_ranks_with_0_64_and_320_valid_tokens_and_a_sharded_target(tmp_pat
     assert of_ranks[0] == of_ranks[1] == of_ranks[2] and of_ranks[0].count("all_gather_into_tensor") > 20
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_hangs_ends_the_others_in_bounded_time(root):
     """Without a launcher, which would end them: the process group's own timeout does."""
     port = str(free_port())

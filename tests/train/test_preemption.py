@@ -36,6 +36,7 @@ def wandb_ids(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_ranks_that_are_signalled_at_a_random_moment_train_as_if_they_never_were(root):
     """Launcher, ranks and loader workers, as Slurm does it; in a step, in validation or while saving."""
     name, changes = "signalled", ("trainer.num_epochs=5", "trainer.validate_every=2", "trainer.save_every=3")

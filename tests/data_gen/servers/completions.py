@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.data_gen.runs import ENVIRONMENT
+from tests.forking import forking
 
 MODEL_NAME = "tiny"
 MAX_MODEL_LEN = 512
@@ -103,8 +104,9 @@ def main(folder: str) -> None:
 @contextmanager
 def completion_server(folder: Path) -> Iterator[str]:
     """The URL of a server that runs as long as the context."""
-    process = subprocess.Popen([sys.executable, "-m", "tests.data_gen.servers.completions", str(folder)],
-                               env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    with forking():
+        process = subprocess.Popen([sys.executable, "-m", "tests.data_gen.servers.completions", str(folder)],
+                                   env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     try:
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
     finally:
