@@ -72,8 +72,9 @@ class Job:
         return [launcher, *launcher.children(recursive=True)]
 
     def rank(self, rank: int) -> psutil.Process:
-        """The process of a rank, which is a child of the launcher."""
-        return next(child for child in self.processes() if child.environ().get("RANK") == str(rank))
+        """The process of a rank: the launcher starts them in their order."""
+        ranks = [child for child in self.processes() if os.getsid(child.pid) == child.pid]
+        return sorted(ranks, key=lambda process: (process.create_time(), process.pid))[rank]
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIMEOUT_S
