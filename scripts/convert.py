@@ -39,7 +39,7 @@ from specvocab_model.draft_states import (
 )
 from specvocab_model.export import Provenance, check_destination, save_checkpoint
 from specvocab_model.heads.static import OwnHead
-from specvocab_model.options import positive, run_command, usable_device
+from specvocab_model.options import positive, run_command, seed, usable_device
 from specvocab_model.public_drafts import PublicDraft, open_draft
 from specvocab_model.speculator import VocabSpeculator, build_selection, collect_final_hidden
 from specvocab_model.target import Target
@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     text.add_argument("--prompts", help="jsonl of messages, prompt or turns; by default the target invents its prompts")
     text.add_argument("--num-prompts", type=positive, default=100, help="how many are read or invented at most")
     text.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
-    text.add_argument("--seed", type=int, default=0, help="of the invented prompts; answers are greedy")
+    text.add_argument("--seed", type=seed, default=0, help="of the invented prompts; answers are greedy")
     speculator = parser.add_argument_group("speculator")
     speculator.add_argument("--rank", type=positive, help="by default hidden_size / 8")
     speculator.add_argument("--selection", choices=SELECTIONS, default="tile", help="the best of every tile, or of all")

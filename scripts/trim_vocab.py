@@ -37,7 +37,7 @@ from specvocab_model.config import DTYPES, ConfigError, DraftConfig, TargetConfi
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
 from specvocab_model.heads.static import prune, write_token_map
-from specvocab_model.options import positive, run_command, usable_device
+from specvocab_model.options import positive, run_command, seed, usable_device
 from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec_and_tokenizer
 from specvocab_model.tuning.flops import DraftFlops, draft_bytes
 from specvocab_model.tuning.latency import draft_seconds
@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=positive, default=1, help="rows of a draft step, for --cost latency")
     parser.add_argument("--context", type=positive, default=512, help="cached positions, for bytes and latency")
     parser.add_argument("--trials", type=positive, default=200, help="of TPE")
-    parser.add_argument("--seed", type=int, default=0, help="of TPE")
+    parser.add_argument("--seed", type=seed, default=0, help="of TPE")
     parser.add_argument("--output", default="outputs/trim_vocab")
     return parser
 

@@ -41,7 +41,7 @@ from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.draft_states import DraftStates, collect_draft_states, collect_target_states
 from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
-from specvocab_model.options import positive, run_command, usable_device
+from specvocab_model.options import positive, run_command, seed, usable_device
 from specvocab_model.speculator import VocabSpeculator
 from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec
 from specvocab_model.tuning import latency, report
@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kappa", type=float, help="κ of an engine, in the place of measuring it")
     parser.add_argument("--min-tau-ratio", type=float, default=0.995)
     parser.add_argument("--trials", type=positive, default=200)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--output", default="outputs/tune_head", help="folder of the JSON and SVG files")
     parser.add_argument("--apply", action="store_true", help="write the chosen head into CHECKPOINT")
     parser.add_argument("--table", action="store_true", help="only recall, over a grid")
@@ -183,6 +183,9 @@ def load(
         states = collect_target_states(target, documents(judging), options.num_tokens)
         shapers = collect_target_states(target, documents(shaping), num_shaping).hidden[0]
         wanted = options.ranks or [max(1, target.spec.hidden_size // part) for part in (16, 8)]
+        if max(wanted) > target.spec.hidden_size:
+            raise ConfigError(f"--ranks {max(wanted)} is above the target's hidden_size {target.spec.hidden_size}; a "
+                              "larger rank than that adds nothing")
         return target, None, states, calibrated_ranks(target.lm_head_weight, shapers, wanted)
     if model.speculator is None:
         raise ConfigError(f"{options.checkpoint} has no vocabulary speculator; add one with scripts/convert.py")

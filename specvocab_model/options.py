@@ -30,6 +30,14 @@ def positive(text: str) -> int:
     return value
 
 
+def seed(text: str) -> int:
+    """What every random generator takes: 0 to 2^32 - 1."""
+    value = int(text)
+    if not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"{value} must lie between 0 and {2**32 - 1}")
+    return value
+
+
 def usable_device(text: str) -> str:
     """A torch device of this machine."""
     try:

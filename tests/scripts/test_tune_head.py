@@ -194,6 +194,8 @@ def test_states_simulate_the_same_tau_as_training(target, checkpoint):
         (lambda a: [a[0]], "give target, data, or"),
         (lambda a: [*a, "--min-tau-ratio", "1.5"], "no head tried reaches 1.5 of the full head's τ"),
         (lambda a: [*a, "--ranks", "30"], "--ranks 30 is above the trained rank 24"),
+        (lambda a: [*a[1:], "--table", "--ranks", "8,4000"], "--ranks 4000 is above the target's hidden_size"),
+        (lambda a: [*a, "--seed", "-1"], "argument --seed: -1 must lie between 0 and 4294967295"),
         (lambda a: [*a, "--latencies", "nowhere.json", "--kappa", "1"], "there is no file nowhere.json"),
     ],
 )
