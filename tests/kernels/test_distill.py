@@ -68,7 +68,7 @@ def assert_matches_truth(tensors, tolerance, impl, **options):
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 @pytest.mark.parametrize("softcap, scale", [(None, 1.0), (5.0, 1.0), (30.0, 0.0625)])
 def test_every_loss_and_its_gradients_match_fp64_autograd(impl, loss, softcap, scale):
-    tensors = problem(steps=3, rows=7, vocab_size=211, hidden_size=24, rank=5)
+    tensors = problem(steps=2, rows=4, vocab_size=211, hidden_size=24, rank=5)
     assert_matches_truth(
         tensors, 2e-5, impl=impl, loss=loss, logit_softcap=softcap, logit_scale=scale, aux_weight=0.3
     )
@@ -78,7 +78,7 @@ def test_every_loss_and_its_gradients_match_fp64_autograd(impl, loss, softcap, s
 @pytest.mark.parametrize("loss", ["forward_kl", "lk_hybrid"])
 @pytest.mark.parametrize("with_speculator", [False, True])
 def test_a_head_of_the_students_own_is_trained_too(impl, loss, with_speculator):
-    tensors = problem(steps=3, rows=7, vocab_size=131, hidden_size=24, rank=5)
+    tensors = problem(steps=2, rows=4, vocab_size=131, hidden_size=24, rank=5)
     tensors["student_head"] = torch.randn_like(tensors["lm_head"]).requires_grad_()
     if not with_speculator:
         del tensors["down_proj"], tensors["vocab_proj"]
@@ -129,13 +129,13 @@ def test_ranks_within_tiles_match(impl, num_tiles):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     steps=st.integers(1, 4),
-    rows=st.integers(1, 20),
+    rows=st.integers(1, 8),
     vocab_size=st.integers(1, 300),
     hidden_size=st.integers(1, 33),
-    chunk_rows=st.integers(1, 25),
+    chunk_rows=st.integers(1, 10),
     seed=st.integers(0, 2**16),
     data=st.data(),
 )
@@ -154,7 +154,7 @@ def test_any_shape_matches(impl, steps, rows, vocab_size, hidden_size, chunk_row
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 @pytest.mark.parametrize("teacher_scale, student_scale", [(0.0, 0.0), (1e4, 1.0), (1.0, 1e3), (1e4, 1e3)])
 def test_extreme_logits_never_give_nan(impl, loss, teacher_scale, student_scale):
-    tensors = problem(steps=2, rows=5, vocab_size=97, hidden_size=16, rank=4)
+    tensors = problem(steps=2, rows=3, vocab_size=97, hidden_size=16, rank=4)
     tensors["teacher_hidden"] = tensors["teacher_hidden"] * teacher_scale
     tensors["student_hidden"] = (tensors["student_hidden"].detach() * student_scale).requires_grad_()
     total, stats, gradients = losses_and_gradients(distill, tensors, impl=impl, loss=loss, collect=True)
@@ -204,8 +204,7 @@ def test_odd_teachers_match_fp64(impl, loss, vocab_size):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("hidden_size", [8, 24, 72])
-@pytest.mark.parametrize("vocab_size", [151936, 4097])
+@pytest.mark.parametrize(("vocab_size", "hidden_size"), [(151936, 24), (4097, 8), (4097, 24), (4097, 72)])
 def test_the_tail_of_a_large_vocabulary(impl, hidden_size, vocab_size):
     tensors = problem(steps=1, rows=2, vocab_size=vocab_size, hidden_size=hidden_size, rank=8, scale=0.3)
     tensors["student_hidden"].data[:] = tensors["lm_head"][-1]  # the last ids carry the student's mass
@@ -231,7 +230,7 @@ def test_few_valid_rows(impl, valid):
 def test_the_same_input_gives_the_same_bits(impl):
     runs = []
     for _ in range(2):
-        tensors = problem(steps=2, rows=20, vocab_size=700, hidden_size=64, rank=16, dtype=torch.bfloat16)
+        tensors = problem(steps=2, rows=6, vocab_size=700, hidden_size=64, rank=16, dtype=torch.bfloat16)
         total, stats, gradients = losses_and_gradients(distill, tensors, impl=impl, collect=True)
         runs.append([total, stats.loss, stats.acceptance, *gradients.values()])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
