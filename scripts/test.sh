@@ -8,5 +8,9 @@ install_environment dev
 export HF_HUB_OFFLINE=1 # tests make their own models; one that asks the hub must fail, not wait
 export TOKENIZERS_PARALLELISM=false
 "$PYTHON" -m ruff check .
-"$PYTHON" -m mypy
-"$PYTHON" -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"
+"$PYTHON" -m mypy & # beside the tests: it has use for one core only
+types=$!
+tests=0
+"$PYTHON" -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@" || tests=$?
+wait $types
+exit $tests

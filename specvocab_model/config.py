@@ -15,6 +15,7 @@ import os
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -534,8 +535,9 @@ def has_fast_bf16() -> bool:
     return torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
+@cache
 def register_schemas() -> None:
-    """Put every schema into Hydra's ConfigStore as ``<group>/schema`` (and the root as ``schema``).
+    """Put every schema into Hydra's ConfigStore, once, as ``<group>/schema`` (and the root as ``schema``).
 
     YAML files may say ``${if_fast_bf16:yes,no}``, which becomes one of the two words on this machine.
     """

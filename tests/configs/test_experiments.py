@@ -1,5 +1,6 @@
 """Every experiment composes and passes the schema, with every choice of every group."""
 
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 
@@ -24,6 +25,12 @@ def parse(*overrides: str) -> Config:
     register_schemas()
     with initialize_config_dir(CONFIG_DIR, version_base="1.3"):
         return parse_config(compose("config", overrides=list(overrides)))
+
+
+@cache
+def plain(experiment: str) -> Config:
+    """The experiment without overrides."""
+    return parse(f"+experiment={experiment}")
 
 
 def test_required_experiments_exist():
@@ -59,7 +66,7 @@ def test_experiment_conventions(experiment):
     assert text.startswith("# @package _global_\n# ")
     command = text.splitlines()[1]
     assert command.endswith((f"+experiment={experiment}", f"scripts/{experiment}.sh"))
-    config = parse(f"+experiment={experiment}")
+    config = plain(experiment)
     assert config.run_name == experiment
     assert config.output_dir == f"outputs/{experiment}"
     assert (config.data.train_path, config.data.validation_path) == (
@@ -95,7 +102,7 @@ def test_interpolation_follows_the_run_name():
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_prompt_files_are_shipped(experiment):
-    config = parse(f"+experiment={experiment}")
+    config = plain(experiment)
     assert config.generation.prompt_files or config.generation.magpie_prompts
     for name in (*config.generation.prompt_files, config.eval.prompts):
         assert (REPOSITORY / name).is_file()

@@ -6,8 +6,11 @@ import sys
 import pytest
 
 from specvocab_model.cli import hydra_main
+from specvocab_model.config import ConfigError
+from tests.composing import config_of
 
 HERE = "+experiment=quickstart"
+# Found while Hydra composes, or by the schema: through the whole command.
 MISTAKES = {
     "no experiment": ([], "no value for run_name: choose an experiment"),
     "unknown experiment": (["+experiment=quikstart"], "Could not find 'experiment/quikstart' (there are: "),
@@ -28,6 +31,16 @@ MISTAKES = {
     "removed key": ([HERE, "~optim.lr"], "optim.lr"),
     "unknown name": ([HERE, "trainer.loss=kl"], "trainer.loss='kl' is not known; choose one of forward_kl, "),
     "out of range": ([HERE, "optim.warmup_ratio=2"], "optim.warmup_ratio=2.0 must lie between 0 and 1"),
+    "output below a file": ([HERE, f"output_dir={__file__}/run"], "output_dir cannot be made: [Errno 20] Not a dir"),
+    "a misspelt source": ([HERE, "generation.sources=[{paht: x}]"], "did you mean path?"),
+    "broken interpolation": ([HERE, "optim.lr=${sed}"], "Interpolation key 'sed' not found (at optim.lr)"),
+    "interpolation of the wrong type": ([HERE, "optim.lr=${run_name}"], "(at optim.lr)"),
+    "no equals sign": ([HERE, "trainer.max_steps"], "cannot read the override 'trainer.max_steps'"),
+    "multirun": ([HERE, "optim.lr=1e-3,1e-4", "-m"], "--multirun runs all points in one process"),
+    "open bracket": ([HERE, "optim.betas=["], "cannot read the override 'optim.betas=['"),
+}
+# Found by the schema alone, whatever has composed the values.
+CONTRADICTIONS = {
     "no end": ([HERE, "generation.temperature=inf"], "generation.temperature=inf must be at least 0 and finite"),
     "no limit": ([HERE, "optim.lr=inf"], "optim.lr=inf must be positive and finite"),
     "nothing to draft": ([HERE, "data.seq_len=2"], "data.seq_len=2 must be at least 3"),
@@ -35,7 +48,6 @@ MISTAKES = {
        for key in ("run_name", "output_dir", "target.model", "data.train_path", "data.validation_path")},
     "validation is training, spelt otherwise": ([HERE, "data.validation_path=./${data.train_path}/"],
                                                 "is also data.train_path"),
-    "output below a file": ([HERE, f"output_dir={__file__}/run"], "output_dir cannot be made: [Errno 20] Not a dir"),
     "negative": ([HERE, "optim.lr=-1"], "optim.lr=-1.0 must be positive"),
     "negative eps": ([HERE, "optim.eps=-1"], "optim.eps=-1.0 must be positive"),
     "negative seed": ([HERE, "seed=-1"], "seed=-1 must lie between 0 and 2**32 - 1"),
@@ -64,18 +76,12 @@ MISTAKES = {
     "kept and invented": ([HERE, "generation.responses=keep"], "magpie_prompts=400 have no answers that"),
     "samples that are all alike": ([HERE, "generation.samples_per_prompt=2"], "the same answer so many times"),
     "a source without a path": ([HERE, "generation.sources=[{weight: 1}]"], "generation.sources"),
-    "a misspelt source": ([HERE, "generation.sources=[{paht: x}]"], "did you mean path?"),
     "a weight of nothing": ([HERE, "generation.sources=[{path: x, weight: 0}]"], "weight=0.0 of x must be positive"),
     "all prompts alike": ([HERE, "generation.near_duplicate_threshold=0"], "calls all prompts alike"),
     "thinking said twice": ([HERE, "generation.thinking_share=0.5", "+target.chat_template_kwargs.enable_thinking=1"],
                             "contradict each other"),
     "a variable of every template": ([HERE, "+target.chat_template_kwargs.messages=1"], "holds messages, which is"),
     "validation is training": ([HERE, "data.validation_path=${data.train_path}"], "is also data.train_path"),
-    "broken interpolation": ([HERE, "optim.lr=${sed}"], "Interpolation key 'sed' not found (at optim.lr)"),
-    "interpolation of the wrong type": ([HERE, "optim.lr=${run_name}"], "(at optim.lr)"),
-    "no equals sign": ([HERE, "trainer.max_steps"], "cannot read the override 'trainer.max_steps'"),
-    "multirun": ([HERE, "optim.lr=1e-3,1e-4", "-m"], "--multirun runs all points in one process"),
-    "open bracket": ([HERE, "optim.betas=["], "cannot read the override 'optim.betas=['"),
 }
 
 
@@ -97,6 +103,13 @@ def test_mistake_stops_with_one_line(arguments, expected, monkeypatch, tmp_path,
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("error: ")
     assert expected in err
+
+
+@pytest.mark.parametrize(("arguments", "expected"), CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
+def test_contradiction_is_named_in_one_line(arguments, expected):
+    with pytest.raises(ConfigError) as refused:
+        config_of(arguments)
+    assert expected in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("body", "expected"), [

@@ -164,7 +164,7 @@ def unreachable(request, tmp_path, monkeypatch):
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setattr(tracking, "WANDB_INIT_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(tracking, "WANDB_INIT_TIMEOUT_S", 1.0)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         if request.param == "nobody answers":
