@@ -65,9 +65,9 @@ def _be_python(
         _run(arguments)
         code = 0
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        if code != stop.code and stop.code is not None:
+        if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
