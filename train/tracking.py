@@ -12,6 +12,7 @@ from __future__ import annotations
 import html
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -30,6 +31,7 @@ SAMPLES_FILE = "samples.jsonl"
 RUN_FILE = "run.json"
 WANDB_INIT_TIMEOUT_S = 30.0
 WANDB_FINISH_TIMEOUT_S = 60.0
+WANDB_SLOWEST_UPLOAD = 2e6  # bytes a second; an artifact that takes longer is given up
 
 SAMPLE_STYLES = {
     "accepted": "background:#c6efce;color:#0b5d1e",
@@ -187,11 +189,18 @@ class WandbBackend:
         self.run.log({"drafted text": wandb.Html(samples_html(samples))}, step=step)
 
     def log_artifact(self, folder: Path) -> None:
+        """Waits for the upload: ``finish`` alone would break off that of a large draft."""
         import wandb
 
-        artifact = wandb.Artifact(f"{self.run.project}-{self.run_id}", type="model")
-        artifact.add_dir(str(folder))
-        self.run.log_artifact(artifact)
+        artifact = wandb.Artifact(f"run-{self.run_id}-{folder.name}", type="model")
+        artifact.add_dir(str(folder), policy="immutable")  # else W&B copies it into the home directory first
+        try:
+            self.run.log_artifact(artifact)
+            if not self.run.offline:
+                artifact.wait(timeout=math.ceil(WANDB_FINISH_TIMEOUT_S + artifact.size / WANDB_SLOWEST_UPLOAD))
+        except (wandb.errors.Error, ValueError) as error:  # W&B raises the latter where the server refuses
+            logger.warning("%s did not reach W&B (%s): `wandb artifact put --type model --name %s/%s %s` uploads it",
+                           folder, error, self.run.project, artifact.name, folder)
 
     def finish(self, exit_code: int) -> None:
         self.run.finish(exit_code=exit_code)

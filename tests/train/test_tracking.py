@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import wandb
@@ -212,6 +213,37 @@ def test_an_online_run_that_is_resumed_gets_the_steps_that_the_server_lacks_and_
     assert server.history == {1: {"train/loss": 1}, 2: {"train/loss": 2}, 3: {"train/loss": 3},
                               4: {"train/loss": 40, "validation/loss": 5}}
     assert set(server.rows.values()) == {1}
+
+
+@pytest.fixture
+def final(tmp_path) -> Path:
+    """A folder of results."""
+    folder = tmp_path / "final"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def test_the_final_weights_become_an_artifact_and_the_settings_are_the_runs(tmp_path, server, final):
+    run = tracker(tmp_path, "wandb")
+    run.log_artifact(final)
+    assert server.artifacts == [f"run-{run.run_id}-final"] and server.uploads["model.safetensors"] == b"weights"
+    run.finish()
+    shown = {key: entry["value"] for key, entry in server.config.items() if key != "_wandb"}
+    assert shown == {"seed": 0, "provenance": {"git_commit": "abc"}}
+
+
+def test_a_server_that_takes_no_artifact_costs_a_warning_with_the_command_for_later(
+    tmp_path, server, final, monkeypatch, caplog
+):
+    run = tracker(tmp_path, "wandb")
+    answer = server.graphql  # to all but one question: whose key this is
+    monkeypatch.setattr(server, "graphql", lambda request: {} if "Viewer" in request["query"] else answer(request))
+    with caplog.at_level(logging.WARNING):
+        run.log_artifact(final)
+    later = f"`wandb artifact put --type model --name specvocab/run-{run.run_id}-final {final}` uploads it"
+    assert "invalid credentials" in caplog.text and later in caplog.text
+    run.finish()
 
 
 def test_a_server_that_falls_silent_holds_up_neither_training_nor_its_end(tmp_path, server, monkeypatch):

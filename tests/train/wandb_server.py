@@ -16,11 +16,17 @@ class WandbServer:
     Attributes:
         history: the last row of every step that has arrived, without W&B's own keys.
         rows: how many rows arrived for each step.
+        config: what the run was started with.
+        uploads: the files of its artifact, by their paths in it.
+        artifacts: names of those that are whole.
     """
 
     def __init__(self) -> None:
         self.history: dict[int, dict[str, Any]] = {}
         self.rows: dict[int, int] = {}
+        self.config: dict[str, Any] = {}
+        self.uploads: dict[str, bytes] = {}
+        self.artifacts: list[str] = []
         self.answers = threading.Event()  # cleared: requests wait for ever
         self.answers.set()
         remember = self
@@ -33,15 +39,23 @@ class WandbServer:
                 self._reply({})
 
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                body = self._body()
                 if self.headers.get("Content-Encoding") == "gzip":
                     body = gzip.decompress(body)
                 remember.answers.wait()
                 if self.path.endswith("/graphql"):
                     self._reply({"data": remember.graphql(json.loads(body))})
                 else:
-                    remember.receive(json.loads(body))
+                    if self.path.endswith("/file_stream"):  # the other one is W&B's own telemetry
+                        remember.receive(json.loads(body))
                     self._reply({"exitcode": None, "limits": {}})
+
+            def do_PUT(self) -> None:
+                remember.uploads[self.path.removeprefix("/upload/")] = self._body()
+                self._reply({})
+
+            def _body(self) -> bytes:
+                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
             def _reply(self, content: dict[str, Any]) -> None:
                 text = json.dumps(content).encode()
@@ -70,12 +84,44 @@ class WandbServer:
                       "eventsLineCount": 0, "logLineCount": 0, "historyTail": last, "eventsTail": "[]", "tags": [],
                       "summaryMetrics": "{}", "config": "{}", "wandbConfig": '{"t": 1}', "displayName": "run"}
             return {"model": {**project, "bucket": bucket}}
+        if operation == "Viewer":
+            return {"viewer": {"id": "u", "entity": "me", "username": "me", "email": "", "flags": "{}",
+                               "teams": {"edges": []}}}
         if operation == "UpsertBucket":
+            self.config = json.loads(request["variables"].get("config") or "{}") or self.config
             bucket = {"id": "b", "name": request["variables"]["name"], "displayName": "run", "config": "{}",
                       "project": project, "historyLineCount": len(self.history)}
             return {"upsertBucket": {"bucket": bucket, "inserted": not self.history}}
         if operation == "CreateRunFiles":
             return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}
+        return self._of_artifact(operation, request.get("variables", {}))
+
+    def _of_artifact(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
+        """Upload addresses for what the client wants to send, and what it asks about the result."""
+        if operation == "ArtifactType":
+            return {"project": None}
+        if operation == "CreateArtifact":
+            self.creating = variables["input"]["artifactCollectionName"]
+            return {"createArtifact": {"artifact": {"id": "a", "state": "PENDING",
+                                                    "artifactSequence": {"id": "s", "latestArtifact": None}}}}
+        if operation == "CreateArtifactManifest":
+            file = {"id": "f", "uploadUrl": f"{self.url}/upload/manifest", "uploadHeaders": []}
+            return {"createArtifactManifest": {"artifactManifest": {"id": "m", "file": file}}}
+        if operation == "CreateArtifactFiles":
+            edges = [{"node": {"id": "f", "name": one["name"], "displayName": one["name"], "storagePath": one["name"],
+                               "uploadUrl": f"{self.url}/upload/{one['name']}", "uploadHeaders": [],
+                               "uploadMultipartUrls": None, "artifact": {"id": "a"}}}
+                     for one in variables["input"]["artifactFiles"]]
+            return {"createArtifactFiles": {"files": {"edges": edges}}}
+        if operation == "CommitArtifact":
+            self.artifacts.append(self.creating)
+            return {"commitArtifact": {"artifact": {"id": "a", "digest": "d"}}}
+        if operation == "ArtifactByID":
+            return {"artifact": {"__typename": "Artifact", "id": "a", "artifactType": {"name": "model"}, "tags": [],
+                                 "artifactSequence": {"name": self.creating, "project": None}, "state": "COMMITTED",
+                                 "versionIndex": 0, "description": None, "metadata": None, "historyStep": None,
+                                 "ttlDurationSeconds": 0, "ttlIsInherited": False, "size": 0, "digest": "d",
+                                 "commitHash": None, "fileCount": 0, "createdAt": "", "updatedAt": None}}
         return {}
 
     def receive(self, stream: dict[str, Any]) -> None:
