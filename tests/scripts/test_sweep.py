@@ -17,6 +17,7 @@ import pytest
 from scripts import sweep
 from specvocab_model.cli import compose
 from specvocab_model.config import CONFIG_DIR, ConfigError, SweepConfig
+from tests.composing import config_of
 from tests.train.runs import overrides, write_experiment
 from train.sweep import launchers
 from train.sweep.points import Points, literal, point_name, split_arguments
@@ -27,9 +28,9 @@ REPOSITORY = Path(CONFIG_DIR).parent
 TRAINING = """
 import json, pathlib, signal, sys, time
 from dataclasses import asdict
-from specvocab_model.cli import compose
+from tests.composing import config_of
 
-config = compose(sys.argv[1:])
+config = config_of(sys.argv[1:])
 output = pathlib.Path(config.output_dir)
 lr = config.optim.lr
 def end(*_):
@@ -60,7 +61,10 @@ def arguments(tmp_path, monkeypatch, forked) -> list[str]:
     monkeypatch.setattr(launchers, "POLL_S", 0.1)
     monkeypatch.setattr(sweep, "POLL_S", 0.1)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")]))
-    return ["+experiment=smollm2_135m", f"output_dir={tmp_path / 'out'}", "sweep.name=mine"]
+    arguments = ["+experiment=smollm2_135m", f"output_dir={tmp_path / 'out'}", "sweep.name=mine"]
+    for head in ([], ["head=full"], ["head=speculative"]):
+        config_of([*arguments, *head])  # the processes that are forked know what comes out
+    return arguments
 
 
 def grid(**values: list) -> str:
@@ -159,10 +163,10 @@ def test_a_sweep_continues_only_with_the_same_settings(tmp_path, arguments, monk
 
 def test_a_varied_key_hides_no_other_that_begins_like_it(tmp_path, arguments):
     arguments = [*arguments, grid(**{"trainer.loss": ["forward_kl", "jsd"]})]
-    sweep.check_same_settings(tmp_path / "sweep.json", compose(arguments))
-    sweep.check_same_settings(tmp_path / "sweep.json", compose([*arguments, "trainer.loss=tv"]))
+    sweep.check_same_settings(tmp_path / "sweep.json", config_of(arguments))
+    sweep.check_same_settings(tmp_path / "sweep.json", config_of([*arguments, "trainer.loss=tv"]))
     with pytest.raises(ConfigError, match=r"loss_normalization: 'valid' then, 'slot' now"):
-        sweep.check_same_settings(tmp_path / "sweep.json", compose([*arguments, "trainer.loss_normalization=slot"]))
+        sweep.check_same_settings(tmp_path / "sweep.json", config_of([*arguments, "trainer.loss_normalization=slot"]))
 
 
 def test_a_search_does_not_go_on_with_other_parameters(tmp_path, arguments, monkeypatch, capsys):
@@ -230,7 +234,7 @@ def test_a_launcher_that_fails_leaves_no_point_behind(arguments):
             return self.jobs[0]
 
     arguments = [*arguments, grid(**{LR: [0.25, 0.1]}), "sweep.parallel=2"]
-    config, launcher = compose(arguments), Launcher()
+    config, launcher = config_of(arguments), Launcher()
     with pytest.raises(RuntimeError, match="takes no more"):
         sweep.Sweep(build_source(Points(config, arguments)), launcher, config).run()
     assert launcher.jobs[0].stopped
@@ -272,7 +276,7 @@ def test_a_search_prunes_resumes_and_finds_the_best(tmp_path, arguments, monkeyp
 def test_a_trial_that_falls_behind_is_stopped(tmp_path, arguments, monkeypatch):
     """Trials of 0.25 wait after their first step; one that is below the median is told to end and counts as pruned."""
     arguments = [*arguments, "+sweep.search={optim.lr:[0.25]}", "sweep.startup_trials=1", "sweep.num_trials=2"]
-    source = sweep.build_source(Points(compose(arguments), arguments))
+    source = sweep.build_source(Points(config_of(arguments), arguments))
     good = source.next()
     good.folder.mkdir(parents=True)
     metric = "validation/simulated_tau/candidates"
@@ -286,7 +290,7 @@ def test_a_trial_that_falls_behind_is_stopped(tmp_path, arguments, monkeypatch):
 
 def test_an_interrupted_trial_is_the_first_to_go_on(arguments):
     arguments = [*arguments, "+sweep.search={optim.lr:{low:0.01,high:0.2}}", "sweep.num_trials=2"]
-    config = compose(arguments)
+    config = config_of(arguments)
     interrupted = sweep.build_source(Points(config, arguments)).next()
     again = sweep.build_source(Points(config, arguments))
     assert again.next() == interrupted
@@ -334,7 +338,7 @@ def test_arguments_of_the_sweep_do_not_reach_its_points(tmp_path):
     ("", "it left no message"),
 ])
 def test_the_reason_of_a_failure_is_found_in_the_log(arguments, log, reason):
-    point = Points(compose(arguments), arguments).make({LR: 0.1})
+    point = Points(config_of(arguments), arguments).make({LR: 0.1})
     point.folder.mkdir(parents=True)
     (point.folder / "log.txt").write_text(log)
     assert point.last_words() == reason
