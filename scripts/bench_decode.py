@@ -40,6 +40,7 @@ from specvocab_model.engine import DecodeEngine, DraftShape
 from specvocab_model.engine.shapes import width_for
 from specvocab_model.evaluation import Difference, Measurement, first_difference
 from specvocab_model.heads import build_head
+from specvocab_model.options import draft_shape
 from specvocab_model.sampling import Sampling
 from specvocab_model.target import TORCH_DTYPES, Target, default_feature_layers, load_spec
 from specvocab_model.target_spec import TargetSpec
@@ -78,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-prompts", type=int, help="so many, evenly spaced over the file; by default all of them")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=1, help="turns decoded at a time")
-    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=[DraftShape(7), DraftShape(8, 10, 60)])
+    parser.add_argument("--shapes", nargs="+", type=draft_shape, default=[DraftShape(7), DraftShape(8, 10, 60)])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", choices=sorted(TORCH_DTYPES), default="bfloat16")
     parser.add_argument("--cpu", action="store_true")
@@ -96,14 +97,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-candidates", type=int, default=2048)
     parser.add_argument("--prompt-tokens", type=int, default=200)
     return parser
-
-
-def parse_shape(text: str) -> DraftShape:
-    try:
-        return DraftShape(*map(int, text.split("x")))
-    except (ValueError, TypeError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a chain's length nor DEPTHxTOP_KxTOKENS: {error}"
-                                         ) from error
 
 
 @dataclass(frozen=True, slots=True)

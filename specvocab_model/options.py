@@ -7,19 +7,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from specvocab_model.cli import EXIT_CONFIG_ERROR
+from specvocab_model.cli import EXIT_CONFIG_ERROR, EXIT_INTERRUPTED
 from specvocab_model.config import ConfigError
+from specvocab_model.engine.shapes import DraftShape
 
 
 def run_command(
     parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], object], arguments: Sequence[str] | None
 ) -> None:
-    """``command`` with the parsed ``arguments``; a ``ConfigError`` ends in one line and exit code 2."""
+    """``command`` with the parsed ``arguments``; a ``ConfigError`` ends in one line and exit code 2, Ctrl-C in 130."""
     options = parser.parse_args(arguments)
     try:
         command(options)
     except ConfigError as error:
         parser.exit(EXIT_CONFIG_ERROR, f"error: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(EXIT_INTERRUPTED, "interrupted\n")
 
 
 def positive(text: str) -> int:
@@ -45,3 +48,15 @@ def usable_device(text: str) -> str:
     except (RuntimeError, AssertionError) as error:  # no such device, or a torch that was built without it
         raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {str(error).splitlines()[0]}") from error
     return text
+
+
+def draft_shape(text: str) -> DraftShape:
+    """What is drafted: ``7``, a chain, or ``8x10x60``, depth, top-k and tokens of a dynamic tree."""
+    try:
+        shape = DraftShape(*map(int, text.split("x")))
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a chain's length nor DEPTHxTOP_KxTOKENS: {error}"
+                                         ) from error
+    if not shape.depth:
+        raise argparse.ArgumentTypeError(f"{text!r} drafts nothing; give a depth of at least 1")
+    return shape

@@ -30,6 +30,10 @@ GREEDY = Sampling()
 PREFILL_CHUNK = 256  # prompt tokens of one forward
 NUM_COUNTS = 3  # columns of the report in front of the tokens: tokens that came out, drafts accepted, drafts judged
 
+TokenObserver = Callable[[int, list[int], int], None]
+"""Sees what came out of every verification, and of the prompt: the prompt's place in the batch, its new tokens, and how
+many of them, from the first on, are accepted drafts. The rest is the target's own: one token, or none after an EOS."""
+
 
 class DecodeEngine:
     """Decodes up to ``batch_size`` prompts at a time: plainly, or with a draft."""
@@ -116,7 +120,8 @@ class DecodeEngine:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, generator: torch.Generator | None = None
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, generator: torch.Generator | None = None,
+        on_tokens: TokenObserver | None = None,
     ) -> list[DecodeOutput]:
         """Continue prompts as the target would.
 
@@ -125,6 +130,7 @@ class DecodeEngine:
             max_new_tokens: never exceeded; an EOS stops earlier, also inside an accepted run.
             generator: source of randomness when sampling, on the target's device. What is drawn for a prompt depends
                 on its place in ``prompts``.
+            on_tokens: called as soon as the host has the tokens; the next verification waits for it.
 
         Raises:
             ValueError: a limit that makes no sense, or a prompt that is empty or does not fit the capacity.
@@ -152,8 +158,11 @@ class DecodeEngine:
             reports = self.readback.wait()
             for row in unfinished:
                 count, accepted, judged = reports[row][:NUM_COUNTS]
-                answers[row] += reports[row][NUM_COUNTS : NUM_COUNTS + count]
+                new_ids = reports[row][NUM_COUNTS : NUM_COUNTS + count]
+                answers[row] += new_ids
                 rounds[row].append((accepted, judged))
+                if on_tokens is not None:
+                    on_tokens(row, new_ids, accepted)
             unfinished = [row for row in unfinished if not self._is_over(answers[row], max_new_tokens)]
             if not unfinished:
                 return [self._output(answer, counts) for answer, counts in zip(answers, rounds, strict=True)]

@@ -154,6 +154,25 @@ def test_a_tree_that_is_often_right(kind: str, tmp_path: Path):
         assert output.num_target_forwards == 1 + 5  # 25 tokens, five a round: what is missed is the second best
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=NAMES)
+def test_an_observer_sees_all_tokens_and_which_are_drafts(llama: Target, shape: DraftShape):
+    prompts = prompts_of((5, 1), seed=1)
+    texts = plain_of(llama, prompts, 20)
+    target = with_spec(llama, eos_token_ids=(texts[0][9],))
+    expected = plain_of(target, prompts, 20)
+    engine = make_engine(target, shape, batch_size=2)
+    if shape.depth:
+        engine, _ = knowing_engine(target, shape, prompts, texts, MISSES, batch_size=2)
+    seen: list[list[tuple[list[int], int]]] = [[], []]
+    outputs = engine.generate(prompts, max_new_tokens=20,
+                              on_tokens=lambda row, new_ids, accepted: seen[row].append((new_ids, accepted)))
+    for output, calls, wanted in zip(outputs, seen, expected, strict=True):
+        assert [token for new_ids, _ in calls for token in new_ids] == output.sequences == wanted
+        assert [accepted for _, accepted in calls] == [0, *output.accepted_per_round]  # the first is the prompt's
+        ended = calls[-1][0][-1] in target.spec.eos_token_ids
+        assert all(len(new_ids) - accepted == 1 for new_ids, accepted in (calls[:-1] if ended else calls))
+
+
 def test_a_chain_is_that_of_decode(target: Target):
     """Same drafts from the same states, whatever was accepted before them; same statistics."""
     target, model = with_spec(target, eos_token_ids=NO_EOS), untrained(target)
