@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient that is not finite; it has changed nothing."""
+    """A loss or gradient that is not finite; nothing of its step is saved."""
 
 
 class StepTotals(NamedTuple):
@@ -94,16 +94,18 @@ def train_steps(run: Run) -> dict[str, float]:
         grad_norm = run.updater.step(lr)
         objective = float(run.accelerator.reduce(torch.stack(losses).sum(), "sum"))
         progress.update()
-        if math.isfinite(objective) and math.isfinite(grad_norm):
+        is_finite = math.isfinite(objective) and math.isfinite(grad_norm)
+        if is_finite:
             meter.update(objective, totals.tokens, totals.unrolled, totals.valid)
         else:
             skip_or_stop(run, micro_batches, losses, objective, grad_norm)
 
         # Log.
-        if should_log and meter.steps:
+        if should_log and is_finite:
             total = AcceptanceSums.unstack(run.accelerator.reduce(sums.stack(), "sum"))
             metrics = {f"train/{name}": value for name, value in summarise(total).items()}
-            metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm, "epoch": state.step / run.steps_per_epoch}
+            metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm, "epoch": state.step / run.steps_per_epoch,
+                        "optim/skipped_steps": state.skipped_steps}
             metrics |= meter.flush() | {"perf/peak_memory_gib": highest_peak_memory(run)}
             run.tracker.log(metrics, state.step)
             report(run, progress_line(run, metrics))

@@ -1,4 +1,5 @@
-"""train/main.py, writing collectives to FOLDER/collectives-RANK, with a NaN in the gradient of rank 2 in step 2."""
+"""train/main.py, writing collectives to FOLDER/collectives-RANK; on rank 2 the gradient of step 2 and the loss of step
+3 are not finite."""
 
 from __future__ import annotations
 
@@ -25,11 +26,13 @@ def record(name: str, file: TextIO) -> None:
     setattr(dist, name, call)
 
 
-def poison_step_2(updater: Updater, micro_batch: int) -> None:
-    """Let the gradient of one micro-batch of step 2 be NaN; the loss that is reported stays as it is."""
+def poison(updater: Updater, micro_batch: int) -> None:
+    """Of one micro-batch, let the gradient of step 2 be NaN while its loss is reported as it is; the loss of step 3."""
     backward, step, place = updater.backward, updater.step, [1, 0]  # step, micro-batch
 
     def poisoned(loss):
+        if place == [3, micro_batch]:
+            loss.detach().fill_(float("nan"))  # the loop holds the same tensor
         backward(loss * float("nan") if place == [2, micro_batch] else loss)
         place[1] += 1
 
@@ -49,9 +52,9 @@ def counting(folder: str) -> None:
     if rank == 2:
         built = build.Updater.__init__
 
-        def poison(self, *args, **kwargs):
+        def poisoned(self, *args, **kwargs):
             built(self, *args, **kwargs)
-            poison_step_2(self, micro_batch=0)
+            poison(self, micro_batch=0)
 
-        build.Updater.__init__ = poison
+        build.Updater.__init__ = poisoned
     main()

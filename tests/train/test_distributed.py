@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.target import load_spec
 from tests.forking import forking
 from tests.train import see_the_end
-from tests.train.count_collectives import counting, poison_step_2
+from tests.train.count_collectives import counting, poison
 from tests.train.launching import (
     Job,
     accelerate_deepspeed,
@@ -42,6 +43,7 @@ FOUR_RANKS = "trainer.gradient_accumulation_steps=1"
 def assert_same_training(root: Path, name: str, reference: str) -> None:
     for names in (NUMBERS, ("validation/loss", "validation/simulated_tau/full")):
         np.testing.assert_allclose(logged(root, name, *names), logged(root, reference, *names), rtol=5e-5)
+    assert (root / name / "samples.jsonl").read_text() == (root / reference / "samples.jsonl").read_text() != ""
     # Adam turns rounding in a gradient near zero into a part of a learning rate (3e-3).
     assert largest_difference(final_weights(root, name), final_weights(root, reference)) < 3e-4
 
@@ -88,18 +90,20 @@ def test_two_zero2_ranks_of_which_one_dies_go_on_as_zero3_and_then_as_one_rank(r
 @pytest.mark.slow
 def test_zero3_ranks_with_0_64_and_320_valid_tokens_and_a_sharded_target(tmp_path):
     """They run the same collectives in the same order, and train as one rank that holds the whole target; also when
-    a gradient of rank 2 is not finite, and all skip the step."""
+    a gradient, and then a loss, of rank 2 is not finite, and all skip the step."""
     root = write_uneven_experiment(tmp_path, valid=(0, 64, 320))
-    changes = ("data.seq_len=400", "trainer.num_epochs=4", "trainer.skip_non_finite=1")
+    changes = ("data.seq_len=400", "trainer.num_epochs=4", "trainer.skip_non_finite=2")
     one = run_of(root, "one", *changes, "trainer.gradient_accumulation_steps=3")
-    poison_step_2(one.updater, micro_batch=2)
+    poison(one.updater, micro_batch=2)
     train(one)
     arguments = overrides(root, "three", *changes, "trainer.gradient_accumulation_steps=1", "distributed=zero3",
                           "distributed.shard_target=true")
     job = fork_ranks(root / "logs", arguments, 3, partial(counting, str(tmp_path)))
     assert job.codes == [0] * 3, job.output[-3000:]
     assert "gradient norm inf; on ranks [0, 1, 2], rows row-" in job.output  # every loss is finite: all are suspects
-    assert "Skipped, 1 of at most 1" in job.output and one.state.skipped_steps == 1
+    assert re.search(r"step 3: loss nan, gradient norm inf; on ranks \[2\], rows row-\d\. Skipped, 2 of at most 2",
+                     job.output), job.output[-3000:]
+    assert one.state.skipped_steps == 2
     assert_same_training(root, "three", "one")
     of_ranks = [(tmp_path / f"collectives-{rank}").read_text() for rank in range(3)]
     assert of_ranks[0] == of_ranks[1] == of_ranks[2] and of_ranks[0].count("all_gather_into_tensor") > 20

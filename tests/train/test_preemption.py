@@ -7,6 +7,8 @@ import random
 import re
 import signal
 import time
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -61,19 +63,31 @@ def test_ranks_that_are_signalled_at_a_random_moment_train_as_if_they_never_were
     assert len(wandb_ids(folder)) == 1
 
 
-@pytest.mark.parametrize("number", preemption.SIGNALS)
-def test_one_process_exits_with_75_and_the_same_command_goes_on(root, reference, monkeypatch, signals, number):
-    name = f"single-{number.name}"
-    update = preemption.requested
+def signal_when(monkeypatch, function: str, number: signal.Signals, condition: Callable[[], bool]) -> None:
+    """Send this process a signal when ``function`` is called, before it does anything."""
+    module, name = function.rsplit(".", 1)
+    original = getattr(import_module(module), name)
 
-    def signalled_in_step_7() -> bool:
-        if len(logged(root, name, "train/loss")) == 6:
+    def signalled(*arguments: object) -> object:
+        if condition():
             os.kill(os.getpid(), number)
-        return update()
+        return original(*arguments)
 
-    monkeypatch.setattr("train.loop.requested", signalled_in_step_7)
+    monkeypatch.setattr(function, signalled)
+
+
+@pytest.mark.parametrize(("number", "function", "saved"), [
+    (signal.SIGTERM, "train.loop.requested", 6),  # at the beginning of step 7
+    (signal.SIGUSR1, "train.checkpoint.write_manifest", 4),  # in the middle of saving it
+])
+def test_one_process_exits_with_75_and_the_same_command_goes_on(
+    root, reference, monkeypatch, signals, number, function, saved
+):
+    name = f"single-{number.name}"
+    signal_when(monkeypatch, function, number, lambda: len(logged(root, name, "train/loss")) == saved)
     assert run_command(monkeypatch, overrides(root, name)) == preemption.EXIT_PREEMPTED == 75
-    assert (root / name / "checkpoints" / "latest").read_text() == "step-6"
+    checkpoints = root / name / "checkpoints"
+    assert (checkpoints / "latest").read_text() == f"step-{saved}" and not list(checkpoints.glob(".*"))
     preemption._received.clear()
     monkeypatch.undo()
     assert run_command(monkeypatch, overrides(root, name)) == 0
