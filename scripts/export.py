@@ -37,7 +37,8 @@ from specvocab_model.heads.static import OwnHead
 from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec
 from specvocab_model.tensor_files import read_tensors
 from specvocab_model.vocab import VocabMap
-from train.checkpoint import BEST_METRIC, MODEL_FILE, best_checkpoint
+from train.checkpoint import BEST_METRIC, best_checkpoint
+from train.checkpoint_files import MODEL_FILE
 
 FOLDERS = {"eagle3": "export", "speculators": "export-speculators"}  # of output_dir, by layout
 RECALL_TOKENS = 4096  # of the validation data, that rounding is judged on

@@ -12,7 +12,7 @@ import argparse
 import html
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from train.charts import COLORS, Line, chart, page, table
+from train.identity import flatten
 from train.tracking import METRICS_FILE, RUN_FILE, SAMPLES_FILE, read_lines
 
 ACCURACY = "accuracy/step_"
@@ -99,15 +100,6 @@ def read_run(folder: Path, label: str) -> RunFiles:
         provenance=json.loads(provenance.read_text()) if provenance.exists() else {},
         finished=(folder / "final" / "training.json").exists(),
     )
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """``{"optim": {"lr": 1}}`` as ``("optim.lr", 1)``."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def report(runs: Sequence[RunFiles]) -> str:

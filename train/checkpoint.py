@@ -15,51 +15,41 @@ leaves the one before intact. All ranks must see ``output_dir``.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
-import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
 
-from specvocab_model.config import Config, ConfigError
+from specvocab_model.config import ConfigError
 from specvocab_model.files import flush, flush_tree, read_json, replace_folder, require_fields, sha256
+from train.checkpoint_files import (
+    MODEL_FILE,
+    RNG_FILE,
+    STATE_FILE,
+    CheckpointWriter,
+    check_whole,
+    random_state,
+    set_random_state,
+    write_manifest,
+)
 from train.optim import MOMENTS, Updater
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE = "state.json"
-MANIFEST_FILE = "manifest.json"
-RNG_FILE = "rng.pt"
 LATEST_FILE = "latest"
-MODEL_FILE = "model.safetensors"
 TRAINING_FILE = "training.json"
 BEST_METRIC = "simulated_tau/candidates"  # of the validation data, to be large
-
-# What may differ between the run that wrote a checkpoint and the one that resumes: it does not touch the numbers, or
-# (loss_memory_mib, how rows are shared out) only the order of sums. The target and the data are compared by content,
-# not by path, and the device by what it is, not by how it was asked for.
-FREE_SETTINGS = (
-    "action", "inspect", "run_name", "output_dir", "target.model", "target.chat_template_kwargs", "data.train_path",
-    "data.validation_path", "data.features_path", "data.num_workers", "generation.", "tracking.", "eval.", "export.",
-    "compare.", "sweep.", "distributed.", "trainer.micro_batch_size", "trainer.gradient_accumulation_steps",
-    "trainer.resume",
-    "trainer.log_every", "trainer.validate_every", "trainer.save_every", "trainer.keep_", "trainer.loss_memory_mib",
-    "trainer.skip_non_finite", "head.quantization",
-)
-
 
 class CheckpointError(RuntimeError):
     """A checkpoint that could not be written; the ones before are intact."""
@@ -75,25 +65,6 @@ class TrainState:
     best_tau: float = 0.0  # simulated acceptance length under the candidates, on the validation data
     best_step: int = 0
     tracker_run_id: str | None = None
-
-
-def run_identity(
-    config: Config, *, world_size: int, device_type: str, target_fingerprint: str, data_sha256: str
-) -> dict[str, Any]:
-    """Everything that decides the numbers of a run, flat: a checkpoint is resumed only by the same."""
-    settings = {key: value for key, value in flatten(asdict(config)) if not key.startswith(FREE_SETTINGS)}
-    rows = world_size * config.trainer.micro_batch_size * config.trainer.gradient_accumulation_steps
-    return {**settings, "device": device_type, "target fingerprint": target_fingerprint,
-            "training data sha256": data_sha256,
-            "rows a step (ranks * trainer.micro_batch_size * trainer.gradient_accumulation_steps)": rows}
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 class Checkpoints:
@@ -126,7 +97,7 @@ class Checkpoints:
             CheckpointError: on all ranks, if rank 0 could not write (a full disk, above all). What it wrote is removed.
         """
         partial = self.folder / f".partial-step-{state.step}"
-        writer = _Writer(partial) if self.accelerator.is_main_process else None
+        writer = CheckpointWriter(partial) if self.accelerator.is_main_process else None
         for file, content in self._contents(state, updater):
             if writer is not None:
                 writer.write(file, content)
@@ -144,7 +115,7 @@ class Checkpoints:
         if state.step > state.skipped_steps:
             for key in MOMENTS:
                 yield f"{key}.safetensors", updater.gather_moment(key)
-        yield RNG_FILE, gather_object([_random_state(self.accelerator.device)])
+        yield RNG_FILE, gather_object([random_state(self.accelerator.device)])
         yield STATE_FILE, {"state": asdict(state), "identity": self.identity}
 
     def _publish(self, partial: Path, state: TrainState) -> None:
@@ -242,7 +213,7 @@ class Checkpoints:
             updater.load_moments(lambda key, name: files[key].get_tensor(name), state.step - state.skipped_steps)
         random_states = torch.load(folder / RNG_FILE, weights_only=True)
         if self.accelerator.process_index < len(random_states):  # a rank that was not there keeps that of its seed
-            _set_random_state(random_states[self.accelerator.process_index], self.accelerator.device)
+            set_random_state(random_states[self.accelerator.process_index], self.accelerator.device)
         self.newest_step = state.step
         return state
 
@@ -252,34 +223,6 @@ class Checkpoints:
             for folder in (self.folder, self.final):
                 shutil.rmtree(folder, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-
-
-class _Writer:
-    """Writes the files of one checkpoint into a new folder. After the first failure it does nothing but remember it:
-    the other ranks are in the middle of a collective, and must be told when it is over."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.problem: str | None = None
-        self.attempt(lambda: _new_folder(folder))
-
-    def write(self, file: str, content: Any) -> None:
-        path = self.folder / file
-        if path.suffix == ".safetensors":
-            self.attempt(lambda: save_file(content, path, metadata={"format": "pt"}))
-        elif path.suffix == ".pt":
-            self.attempt(lambda: _save_pickle(content, path))
-        else:
-            self.attempt(lambda: path.write_text(json.dumps(content, indent=2)))
-
-    def attempt(self, action: Callable[[], Any]) -> None:
-        if self.problem is not None:
-            return
-        try:
-            action()
-        except (OSError, SafetensorError) as error:
-            self.problem = str(error)
-            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def save_final(folder: Path, accelerator: Accelerator, updater: Updater, training: dict[str, Any]) -> None:
@@ -295,7 +238,7 @@ def save_final(folder: Path, accelerator: Accelerator, updater: Updater, trainin
     weights, problem = updater.gather_weights(), None
     if accelerator.is_main_process:
         partial = folder.with_name(f".{folder.name}.partial")
-        writer = _Writer(partial)
+        writer = CheckpointWriter(partial)
         writer.write(MODEL_FILE, weights)
         writer.attempt(lambda: training.update(model_sha256=sha256(partial / MODEL_FILE)))
         writer.write(TRAINING_FILE, training)
@@ -327,52 +270,3 @@ def best_checkpoint(output_dir: Path) -> tuple[Path, TrainState]:
         raise ConfigError(f"{best}, the best of the run, was not kept (trainer.keep_best); {fix}")
     check_whole(best)
     return best, state
-
-
-def write_manifest(folder: Path) -> None:
-    """SHA-256 of every file in ``folder``."""
-    digests = {path.name: sha256(path) for path in sorted(folder.iterdir())}
-    (folder / MANIFEST_FILE).write_text(json.dumps(digests, indent=2))
-
-
-def check_whole(folder: Path) -> None:
-    """See that a checkpoint is as it was written; reads all of it.
-
-    Raises:
-        ConfigError: naming the first file that is not.
-    """
-    path, consequence = folder / MANIFEST_FILE, "this checkpoint cannot be used"
-    digests = read_json(path, consequence)
-    require_fields(digests, dict.fromkeys((STATE_FILE, MODEL_FILE, RNG_FILE), str), path, consequence)
-    for name, digest in digests.items():
-        if not (folder / name).is_file() or sha256(folder / name) != digest:
-            raise ConfigError(f"{folder / name} is missing or damaged; {consequence}")
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    of_numpy: Any = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (of_numpy[0], of_numpy[1].tolist(), *of_numpy[2:]),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
-
-
-def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def _save_pickle(content: list[dict[str, Tensor]], path: Path) -> None:
-    buffer = io.BytesIO()  # kilobytes; into a file, torch.save reports a full disk as a RuntimeError
-    torch.save(content, buffer)
-    path.write_bytes(buffer.getvalue())
-
-
-def _new_folder(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)

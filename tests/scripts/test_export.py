@@ -27,7 +27,8 @@ from specvocab_model.export import load_checkpoint
 from specvocab_model.target import Target, load_spec
 from tests.scripts.data import write_data
 from tests.tiny import tiny_target_folder
-from train.checkpoint import TrainState, write_manifest
+from train.checkpoint import TrainState
+from train.checkpoint_files import write_manifest
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import yaml
 from specvocab_model.config import ConfigError
 from tests.tiny import CHAT_TEMPLATE
 from tests.train.runs import NUM_TRAIN_ROWS, config_of, final_weights, logged, overrides
-from train import build, tracking
+from train import build, tracking, training_data
 from train import main as command
 
 
@@ -138,7 +138,7 @@ def test_the_command_trains_and_writes_what_it_was_told_and_what_came_out(root, 
 
 
 def test_data_that_teach_nothing_are_refused_and_cost_no_earlier_result(root, monkeypatch, capsys):
-    monkeypatch.setattr(build, "any_supervised", lambda rows, pieces: len(rows) == NUM_TRAIN_ROWS)
+    monkeypatch.setattr(training_data, "any_supervised", lambda rows, pieces: len(rows) == NUM_TRAIN_ROWS)
     (root / "nothing" / "final").mkdir(parents=True)
     assert run_command(monkeypatch, overrides(root, "nothing", "trainer.max_steps=2", "trainer.resume=false")) == 2
     assert (root / "nothing" / "final").exists()

@@ -13,7 +13,7 @@ from typing import Any
 
 from specvocab_model.cli import compose
 from specvocab_model.config import Config, ConfigError
-from train.checkpoint import FREE_SETTINGS, flatten
+from train.identity import FREE_SETTINGS, flatten
 from train.tracking import METRICS_FILE, read_lines
 
 POINT_FILE = "point.json"
