@@ -53,7 +53,8 @@ def train(run: Run) -> None:
     except Preempted:
         if run.state.step > run.checkpoints.newest_step:
             run.checkpoints.save(run.state, run.updater)
-        run.tracker.finish(exit_code=EXIT_PREEMPTED)
+        report(run, f"stopped by a signal after step {run.state.step}; start the same command to go on")
+        run.tracker.finish(exit_code=EXIT_PREEMPTED)  # W&B may take its time, and a launcher kill it meanwhile
         run.accelerator.wait_for_everyone()  # a launcher ends the other ranks as soon as one is gone
         raise
     save_final(run.checkpoints.final, run.accelerator, run.updater, run.record(validation))

@@ -26,10 +26,10 @@ from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.target_spec import load_spec_and_tokenizer
-from train.build import build_run
+from train.build import Run, build_run
 from train.checkpoint import CheckpointError
 from train.launch import leave
-from train.loop import NonFiniteError, report, train
+from train.loop import NonFiniteError, train
 from train.preemption import EXIT_PREEMPTED, Preempted, listen
 from train.tracking import TrackingError, check_installed
 
@@ -42,19 +42,26 @@ def main(config: Config) -> None:
     with exclusive(Path(config.output_dir, "train.lock")):
         listen()
         run = build_run(config)
-        try:
-            train(run)
-        except (NonFiniteError, CheckpointError) as error:
-            run.tracker.finish(exit_code=1)
-            sys.exit(f"error: {error}")
-        except TrackingError as error:
-            sys.exit(f"error: {error}")
-        except Preempted:
-            report(run, f"stopped by a signal after step {run.state.step}; start the same command to go on")
-            sys.exit(EXIT_PREEMPTED)
+        status = train_to_an_end(run)
         accelerator = run.accelerator
         del run
         leave(accelerator)
+        if status:
+            sys.exit(status)
+
+
+def train_to_an_end(run: Run) -> int | str:
+    """What ``sys.exit`` is to be given, on all ranks; 0 where the run came to its end. Rank 0 says what went wrong."""
+    try:
+        train(run)
+    except (NonFiniteError, CheckpointError) as error:
+        run.tracker.finish(exit_code=1)
+        return f"error: {error}" if run.is_main else 1
+    except TrackingError as error:  # of rank 0 alone, while the others wait for it: the launcher ends them
+        sys.exit(f"error: {error}")
+    except Preempted:
+        return EXIT_PREEMPTED
+    return 0
 
 
 @contextmanager
