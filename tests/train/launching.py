@@ -107,14 +107,17 @@ class Ended:
     output: str
 
 
-def fork_ranks(folder: Path, arguments: list[str], ranks: int, main: Callable[[], None] = command) -> Ended:
+def fork_ranks(
+    folder: Path, arguments: list[str], ranks: int, main: Callable[[], None] = command, *, nodes: int = 1
+) -> Ended:
     """``main`` on every rank, in processes forked from this one, in which all is imported: a launcher's take long.
 
-    One test with each launcher shows that those work; what the ranks do is the same.
+    One test with each launcher shows that those work; what the ranks do is the same. With several ``nodes`` they are
+    numbered as if they were on as many machines.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file, port = folder / f"forked-{free_port()}", str(free_port())
-    children = [os.fork() or _be_rank(rank, ranks, port, file, arguments, main) for rank in range(ranks)]
+    children = [os.fork() or _be_rank(rank, ranks, nodes, port, file, arguments, main) for rank in range(ranks)]
     try:
         deadline = time.monotonic() + TIMEOUT_S
         codes: dict[int, int] = {}
@@ -133,12 +136,13 @@ def fork_ranks(folder: Path, arguments: list[str], ranks: int, main: Callable[[]
 
 
 def _be_rank(
-    rank: int, ranks: int, port: str, file: Path, arguments: list[str], main: Callable[[], None]
+    rank: int, ranks: int, nodes: int, port: str, file: Path, arguments: list[str], main: Callable[[], None]
 ) -> NoReturn:
     code = 1
     try:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        per_node = ranks // nodes
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % per_node), WORLD_SIZE=str(ranks),
+                          LOCAL_WORLD_SIZE=str(per_node), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         sys.stdout = sys.stderr = file.open("a", buffering=1)
         sys.argv = ["train/main.py", *arguments]
         AcceleratorState._reset_state(reset_partial_state=True)

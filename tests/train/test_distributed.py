@@ -48,10 +48,10 @@ def assert_same_training(root: Path, name: str, reference: str) -> None:
     assert largest_difference(final_weights(root, name), final_weights(root, reference)) < 3e-4
 
 
-def test_four_ddp_ranks_train_as_one(root, reference):
+def test_four_ddp_ranks_of_two_machines_train_as_one(root, reference):
     """Uneven counts, micro-batches without valid positions on some ranks, and empty ones in the last group."""
     arguments = overrides(root, "ddp", FOUR_RANKS, "distributed=ddp")
-    job = fork_ranks(root / "logs", arguments, 4, see_the_end.watched)
+    job = fork_ranks(root / "logs", arguments, 4, see_the_end.watched, nodes=2)
     assert job.codes == [0] * 4, job.output[-3000:]
     assert job.output.count("0 models left on rank") == 4
     assert job.output.count("step 1/") == 1  # one voice
