@@ -101,6 +101,17 @@ def test_resume_equals_the_unbroken_run_bit_for_bit(root, reference):
     assert largest_difference(final_weights(root, "resumed"), final_weights(root, reference)) == 0.0
 
 
+def test_every_number_that_a_run_reports_is_there(root, reference):
+    """Of training and of validation; MFU is known of GPUs only."""
+    (first, *_) = map(json.loads, (root / reference / "metrics.jsonl").read_text().splitlines())
+    shared = {"loss", "aux_loss", "simulated_tau/full", "simulated_tau/candidates", "candidate_recall/target_top1",
+              "candidate_recall/draft_top1", *(f"accuracy/step_{step}" for step in range(3))}
+    assert first.keys() >= {f"train/{name}" for name in shared} | {
+        "optim/lr", "optim/grad_norm", "optim/skipped_steps", "perf/tokens_per_second",
+        "perf/valid_tokens_per_second", "perf/peak_memory_gib"}
+    assert all(len(logged(root, reference, f"validation/{name}")) >= 2 for name in shared)
+
+
 def test_checkpoints_carry_the_random_state(root):
     run = run_of(root, "random-state", "trainer.max_steps=4")
     train(run)
