@@ -7,7 +7,7 @@ rows of the turns of a conversation (``rows_of``). No id is found by searching t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,15 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from data_gen.chat import encode_prompt
 from data_gen.engines import Completion, Rejected
 from data_gen.filters import repetition
+from data_gen.open_shards import Progress, ShardWork
 from data_gen.prompts import Message, Prompt, says_something
 from data_gen.rows import Row, ShardRows, Skipped
 from specvocab_model.chat_template import render
 from specvocab_model.config import Config
 
-# The continuations of some prompts, in the order in which they finish: (index, completion). The second argument is the
-# number of the turn.
-Generate = Callable[[list[list[int]], int], Iterator[tuple[int, Completion | Rejected]]]
-Progress = Callable[[], object]  # called once for every prompt that is done
 TOO_LONG = "prompt too long"
 
 
@@ -115,32 +112,41 @@ class _Conversation:
         )
 
 
-class AnswerWriter:
-    """Has the target write every answer of a conversation, each on top of those that it wrote before."""
+class AnswerWriter(ShardWork):
+    """Has the target write every answer of a conversation, each on top of those that it wrote before.
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    All first turns are one round, all second ones the next.
+    """
+
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], progress: Progress
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.checks = AnswerChecks(config, tokenizer)
+        self.progress = progress
+        self.conversations = [_Conversation(prompt) for prompt in prompts]
+        self._asked: list[tuple[_Conversation, list[int]]] = []
 
-    def __call__(self, prompts: Sequence[Prompt], generate: Generate, progress: Progress) -> ShardRows:
-        """The rows of ``prompts`` in their order. All first turns are generated together, then all second ones."""
-        conversations = [_Conversation(prompt) for prompt in prompts]
-        turn = 0
-        while going_on := [conversation for conversation in conversations if conversation.goes_on]:
-            encoded = [(conversation, self._encode(conversation)) for conversation in going_on]
-            asked = [(conversation, ids) for conversation, ids in encoded if ids is not None]
-            for _ in range(len(going_on) - len(asked)):
-                progress()
-            for index, completion in generate([ids for _, ids in asked], turn):
-                conversation, ids = asked[index]
-                self._take(conversation, ids, completion)
-                if not conversation.goes_on:
-                    progress()
-            turn += 1
+    def ask(self) -> list[list[int]]:
+        going_on = [conversation for conversation in self.conversations if conversation.goes_on]
+        encoded = [(conversation, self._encode(conversation)) for conversation in going_on]
+        self._asked = [(conversation, ids) for conversation, ids in encoded if ids is not None]
+        for _ in range(len(going_on) - len(self._asked)):
+            self.progress()
+        return [ids for _, ids in self._asked]
+
+    def take(self, index: int, completion: Completion | Rejected) -> None:
+        conversation, ids = self._asked[index]
+        self._take(conversation, ids, completion)
+        if not conversation.goes_on:
+            self.progress()
+
+    def rows(self) -> ShardRows:
         return ShardRows(
-            rows=[row for conversation in conversations for row in rows_of(conversation.prompt, conversation.turns)],
-            skipped=[conversation.skipped for conversation in conversations if conversation.skipped is not None],
+            rows=[row for conversation in self.conversations for row in rows_of(conversation.prompt,
+                                                                                conversation.turns)],
+            skipped=[each.skipped for each in self.conversations if each.skipped is not None],
         )
 
     def _encode(self, conversation: _Conversation) -> list[int] | None:
@@ -183,22 +189,27 @@ class AnswerWriter:
             conversation.end("answer cut", "later turns would stand on half an answer", by_choice=True)
 
 
-class AnswerKeeper:
+class AnswerKeeper(ShardWork):
     """Takes the answers that a conversation already has, with masks from the boundaries of the chat template."""
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int],
+        prompts: Sequence[Prompt], progress: Progress,
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.stop_token_ids = frozenset(stop_token_ids)
         self.checks = AnswerChecks(config, tokenizer)
+        self.prompts = prompts
+        self.progress = progress
 
-    def __call__(self, prompts: Sequence[Prompt], generate: Generate, progress: Progress) -> ShardRows:
+    def rows(self) -> ShardRows:
         result = ShardRows()
-        for prompt in prompts:
+        for prompt in self.prompts:
             turns, skipped = self.turns(prompt)
             result.rows += rows_of(prompt, turns)
             result.skipped += skipped
-            progress()
+            self.progress()
         return result
 
     def turns(self, prompt: Prompt) -> tuple[list[Turn], list[Skipped]]:

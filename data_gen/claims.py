@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,6 @@ from specvocab_model.config import ConfigError
 
 HEARTBEAT_S = 5.0
 LEASE_S = 120.0  # without a heartbeat; workers of the same host are missed at once
-POLL_S = 1.0
 
 
 class Claims:
@@ -54,32 +53,31 @@ class Claims:
             for path in self.folder.glob(".shard-*.claim"):
                 _remove(path)
 
-    def shards(self, missing: Callable[[], list[int]], *, first: int = 0) -> Iterator[int]:
-        """Shards for this worker to make, one after another, until none is missing.
+    def take(self, missing: Callable[[], list[int]], *, first: int = 0) -> int | None:
+        """A shard for this worker to make, until ``release``; None if all are made or claimed.
 
-        Waits for the shards that others are making, and takes over those whose worker is dead.
+        Asked again and again it gives away what a dead worker had claimed.
 
         Args:
             missing: the shards that are not there yet.
             first: where in the list of missing shards to look first; workers that look in different places meet less.
+
+        Raises:
+            ConfigError: the disk does not take the claim.
         """
-        while indices := missing():
-            start = first % len(indices)
-            for index in indices[start:] + indices[:start]:
-                if self._take(index):
-                    break
-            else:
-                time.sleep(POLL_S)
-                continue
-            if index in missing():  # somebody may have finished it between our two looks
-                yield index
-            self._release(index)
+        indices = missing()
+        start = first % len(indices) if indices else 0
+        for index in indices[start:] + indices[:start]:
+            if self._path(index) not in self._held and self._take(index):
+                if index in missing():  # somebody may have finished it between our two looks
+                    return index
+                self.release(index)
+        return None
 
     def _path(self, index: int) -> Path:
         return self.folder / f".shard-{index:05d}.claim"
 
     def _take(self, index: int) -> bool:
-        """Raises ConfigError if the disk does not take the claim."""
         path = self._path(index)
         try:
             with path.open("x") as file:
@@ -96,7 +94,8 @@ class Claims:
         self._held.add(path)
         return True
 
-    def _release(self, index: int) -> None:
+    def release(self, index: int) -> None:
+        """The shard is made, or will not be."""
         path = self._path(index)
         self._held.discard(path)
         _remove(path)

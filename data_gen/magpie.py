@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data_gen.answers import Generate, Progress
 from data_gen.chat import UserTurn, user_turn
 from data_gen.engines import Completion, Rejected, SamplingParams
+from data_gen.open_shards import Progress, ShardWork
 from data_gen.prompts import Prompt, prompts_digest
 from data_gen.rows import Row, ShardRows, Skipped
 from data_gen.shards import load_rows
@@ -51,22 +52,12 @@ def magpie_stage(runner: StageRunner, turn: UserTurn) -> Stage:
                for index in range(config.generation.magpie_prompts)]
     stop_token_ids = turn.stop_token_ids(runner.spec.eos_token_ids)
 
-    def write(prompts: Sequence[Prompt], generate: Generate, progress: Progress) -> ShardRows:
-        finished: dict[int, Completion | Rejected] = {}
-        for index, completion in generate([turn.header_ids] * len(prompts), 0):
-            finished[index] = completion
-            progress()
-        shard = ShardRows()
-        for index, prompt in enumerate(prompts):
-            _add(shard, prompt, turn.header_ids, finished[index], runner.tokenizer)
-        return shard
-
     return Stage(
         name="magpie",
         folder=train_path.with_name(f"{train_path.name}-magpie"),
         prompts=prompts,
         prompts_sha256=prompts_digest((prompt.id, prompt.digest) for prompt in prompts),
-        write=write,
+        write=partial(InventionWriter, turn, runner.tokenizer),
         params=SamplingParams(
             max_new_tokens=config.generation.magpie_max_new_tokens,
             stop_token_ids=stop_token_ids,
@@ -76,23 +67,47 @@ def magpie_stage(runner: StageRunner, turn: UserTurn) -> Stage:
     )
 
 
-def _add(
-    shard: ShardRows, prompt: Prompt, header_ids: list[int], completion: Completion | Rejected,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """What the target wrote after a user turn's header becomes a row, or is noted as skipped."""
-    if isinstance(completion, Rejected):
-        shard.skipped.append(Skipped(id=prompt.id, turn=1, reason=completion.reason, detail=completion.detail))
-        return
-    text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    shard.rows.append(Row(
-        id=prompt.id,
-        source=prompt.source,
-        input_ids=header_ids + completion.token_ids,
-        loss_mask=[0] * len(header_ids) + [1] * len(completion.token_ids),
-        finish_reason=completion.finish_reason,
-        messages=[{"role": "user", "content": text}],
-    ))
+class InventionWriter(ShardWork):
+    """Has the target write what a user says first."""
+
+    def __init__(
+        self, turn: UserTurn, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], progress: Progress
+    ) -> None:
+        self.header_ids = turn.header_ids
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.progress = progress
+        self._completions: dict[int, Completion | Rejected] = {}
+
+    def ask(self) -> list[list[int]]:
+        return [] if self._completions else [self.header_ids] * len(self.prompts)
+
+    def take(self, index: int, completion: Completion | Rejected) -> None:
+        self._completions[index] = completion
+        self.progress()
+
+    def rows(self) -> ShardRows:
+        result = ShardRows()
+        for index, prompt in enumerate(self.prompts):
+            completion = self._completions[index]
+            if isinstance(completion, Rejected):
+                result.skipped.append(Skipped(id=prompt.id, turn=1, reason=completion.reason,
+                                              detail=completion.detail))
+            else:
+                result.rows.append(self._row(prompt, completion))
+        return result
+
+    def _row(self, prompt: Prompt, completion: Completion) -> Row:
+        ids = completion.token_ids
+        text = str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return Row(
+            id=prompt.id,
+            source=prompt.source,
+            input_ids=self.header_ids + ids,
+            loss_mask=[0] * len(self.header_ids) + [1] * len(ids),
+            finish_reason=completion.finish_reason,
+            messages=[{"role": "user", "content": text}],
+        )
 
 
 def invented_prompts(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,11 +26,12 @@ from data_gen.collect import TRAIN_FILE, VALIDATION_FILE, collect, prompts_folde
 from data_gen.engines import SamplingParams
 from data_gen.magpie import invent_prompts
 from data_gen.make_features import make_features
+from data_gen.open_shards import RowWriter
 from data_gen.prompt_store import PromptStore
 from data_gen.prompts import load_prompts
 from data_gen.show import inspect_rows
 from data_gen.sources import check_sources
-from data_gen.stage import RowWriter, Stage, StageRunner
+from data_gen.stage import Stage, StageRunner
 from data_gen.token_stats import print_stats
 from data_gen.verify import verify
 from specvocab_model.cli import hydra_main
@@ -116,15 +118,15 @@ def answers(runner: StageRunner, name: str, folder: str, file: str) -> Stage:
                           "regenerate")
     prompts = PromptStore(prompts_folder(config) / file)
     stop_token_ids = runner.spec.eos_token_ids
-    writer: RowWriter = AnswerWriter(config, runner.tokenizer)
+    write: RowWriter = partial(AnswerWriter, config, runner.tokenizer)
     if keep:
-        writer = AnswerKeeper(config, runner.tokenizer, stop_token_ids)
+        write = partial(AnswerKeeper, config, runner.tokenizer, stop_token_ids)
     return Stage(
         name=name,
         folder=Path(folder),
         prompts=prompts,
         prompts_sha256=prompts.digest,
-        write=writer,
+        write=write,
         params=None if keep else SamplingParams(
             max_new_tokens=generation.max_new_tokens,
             stop_token_ids=stop_token_ids,

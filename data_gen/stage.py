@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +13,10 @@ from typing import Any
 from accelerate import PartialState
 from tqdm import tqdm
 
-from data_gen.answers import Generate, Progress
 from data_gen.claims import Claims
-from data_gen.engines import Completion, Engine, Rejected, SamplingParams, build_engine
+from data_gen.engines import Engine, SamplingParams, build_engine
+from data_gen.open_shards import POLL_S, OpenShards, RowWriter, check_rejected_share, num_missing_prompts
 from data_gen.prompts import Prompt
-from data_gen.rows import ShardRows, Skipped
 from data_gen.shards import REJECTED_FILE, Manifest, ShardWriter
 from specvocab_model.chat_template import check_template_kwargs, tokenizer_digests
 from specvocab_model.config import Config, ConfigError
@@ -25,7 +24,6 @@ from specvocab_model.target import load_spec_and_tokenizer
 
 MIN_SHARDS = 64  # where there are prompts enough: a rank without a shard has nothing to do
 SMALLEST_SHARD = 64  # prompts
-RowWriter = Callable[[Sequence[Prompt], Generate, Progress], ShardRows]  # makes the rows of a shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,41 +127,22 @@ class StageRunner:
         Raises:
             ConfigError: more prompts were rejected than ``generation.max_rejected_share`` allows.
         """
+        state = self.state
         with (Claims(writer.folder) as claims,
-              tqdm(total=_num_prompts(writer), desc=stage.name, unit=" prompts", smoothing=0.05,
-                   disable=not self.state.is_main_process) as progress):
-            for index in claims.shards(writer.missing_shards, first=self.state.process_index):
-                prompts = stage.prompts[writer.prompt_range(index)]
-                shard = self._rows(stage, prompts, index, progress)
-                check_rejected_share([*writer.skipped(), *shard.skipped], len(stage.prompts), self.config)
-                writer.write(index, shard.rows, shard.skipped)
-                progress.n = progress.total - _num_prompts(writer)  # with what the others have made
-                progress.refresh()
-
-    def _rows(self, stage: Stage, prompts: Sequence[Prompt], shard: int, progress: tqdm) -> ShardRows:
-        """What the prompts of one shard become.
-
-        Raises:
-            ConfigError: the engine gave up more of the shard's prompts than ``generation.max_rejected_share`` allows.
-                Nothing of it is written, because a later start may have better luck.
-        """
-        given_up: list[Rejected] = []
-
-        def generate(prompt_ids: list[list[int]], turn: int) -> Iterator[tuple[int, Completion | Rejected]]:
-            assert stage.params is not None
-            seed = _shard_seed(self.config.seed, stage.name, shard, turn)
-            for index, completion in self.engine.generate(prompt_ids, stage.params, seed=seed):
-                if isinstance(completion, Rejected):
-                    given_up.append(completion)
-                yield index, completion
-
-        rows = stage.write(prompts, generate, progress.update)
-        share = self.config.generation.max_rejected_share
-        if len(given_up) > share * len(prompts):
-            raise ConfigError(f"the engine gave up {len(given_up)} of {len(prompts)} prompts, more than "
-                              f"generation.max_rejected_share={share}; the last: {given_up[-1].reason} "
-                              f"({given_up[-1].detail}). See to it and start again: what is finished is kept")
-        return rows
+              tqdm(total=num_missing_prompts(writer), desc=stage.name, unit=" prompts", smoothing=0.05,
+                   disable=not state.is_main_process) as progress):
+            shards = OpenShards(
+                self.config, stage=stage.name, prompts=stage.prompts, write=stage.write, writer=writer, claims=claims,
+                progress=progress, rank=state.process_index, num_ranks=state.num_processes,
+            )
+            while writer.missing_shards():
+                if not shards.begin():  # others are making what is left; they may die
+                    time.sleep(POLL_S)
+                    continue
+                assert stage.params is not None
+                with closing(self.engine.stream(shards.next_batch, stage.params)) as finished:
+                    for batch, index, completion in finished:
+                        shards.take(batch, index, completion)
 
     def _settings(self, stage: Stage) -> dict[str, Any]:
         """Everything that decides what the rows are.
@@ -198,36 +177,6 @@ def rows_per_shard(num_prompts: int, *, at_most: int) -> int:
     Depends on the number of prompts, not of ranks, which must not decide what is in a file.
     """
     return min(at_most, max(-(-num_prompts // MIN_SHARDS), SMALLEST_SHARD))
-
-
-def _num_prompts(writer: ShardWriter) -> int:
-    """Prompts of the missing shards."""
-    ranges = map(writer.prompt_range, writer.missing_shards())
-    return sum(prompts.stop - prompts.start for prompts in ranges)
-
-
-def check_rejected_share(skipped: Sequence[Skipped], num_prompts: int, config: Config) -> None:
-    """
-    Args:
-        skipped: all of a stage so far, whichever process skipped them; those by choice do not count.
-
-    Raises:
-        ConfigError: more than ``generation.max_rejected_share`` of all prompts were rejected.
-    """
-    share = config.generation.max_rejected_share
-    rejected = [each for each in skipped if not each.by_choice]
-    num_rejected = len({each.id for each in rejected})  # prompts, of which several turns may be rejected
-    if num_rejected > share * num_prompts:
-        last = rejected[-1]
-        raise ConfigError(f"{num_rejected} of {num_prompts} prompts were rejected, more than "
-                          f"generation.max_rejected_share={share}; the last is {last.id!r}: {last.reason} "
-                          f"({last.detail}). Mend them, or raise the share")
-
-
-def _shard_seed(seed: int, stage: str, shard: int, turn: int) -> int:
-    """A seed for each shard and turn, so that it does not matter which rank makes it, or after which other."""
-    name = f"{seed}/{stage}/{shard}" + (f"/{turn}" if turn else "")
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1  # fits int64
 
 
 def _counts(counts: dict[str, int]) -> str:

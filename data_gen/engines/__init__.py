@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from data_gen.engines.base import Completion, Engine, Rejected, SamplingParams
+from data_gen.engines.base import Batch, Completion, Engine, Rejected, SamplingParams
 from data_gen.engines.continuous_engine import ContinuousEngine
 from data_gen.engines.openai_engine import OpenAIEngine, Reach
 from data_gen.engines.transformers_engine import TransformersEngine
@@ -15,7 +15,7 @@ from specvocab_model.config import Config, ConfigError
 from specvocab_model.target import Target
 from specvocab_model.target_spec import load_spec_and_tokenizer
 
-__all__ = ["Completion", "ContinuousEngine", "Engine", "OpenAIEngine", "Reach", "Rejected", "SamplingParams",
+__all__ = ["Batch", "Completion", "ContinuousEngine", "Engine", "OpenAIEngine", "Reach", "Rejected", "SamplingParams",
            "TransformersEngine", "VllmEngine", "build_engine"]
 
 CPU_BATCH_TOKENS = 65536

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +64,36 @@ def check_completion(completion: Completion, params: SamplingParams, vocab_size:
     return completion
 
 
-class Engine(Protocol):
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Prompts that share a seed. A batch equals only itself."""
+
+    prompts: Sequence[list[int]]
+    seed: int
+
+
+Source = Callable[[], Batch | None]  # the next prompts, or None where there are none for now
+Finished = tuple[Batch, int, Completion | Rejected]  # of the prompt at this index of the batch
+
+
+class Engine(ABC):
     """Continues prompts with the target."""
+
+    @abstractmethod
+    def stream(self, source: Source, params: SamplingParams) -> Generator[Finished, None, None]:
+        """Continue what ``source`` gives; ask it for more whenever there is room, so that nothing idles while the last
+        prompts of a batch are finished.
+
+        Yields once for every prompt, in the order in which they finish, until all are done and ``source`` has no more.
+        The same batch and parameters give the same completions, whatever else is under way, where the engine can
+        promise that at all.
+        """
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams, *, seed: int
     ) -> Iterator[tuple[int, Completion | Rejected]]:
-        """Yield ``(index into prompts, completion)`` once for every prompt, in the order in which they finish.
-
-        The same prompts, parameters and seed give the same completions, where the engine can promise that at all.
-        """
-        ...
+        """As ``stream``, for one batch: ``(index into prompts, completion)``."""
+        batches = iter([Batch(prompts, seed)])
+        with closing(self.stream(lambda: next(batches, None), params)) as finished:
+            for _, index, completion in finished:
+                yield index, completion

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from data_gen.engines.base import Completion, SamplingParams
+from data_gen.engines.base import Batch, Completion, Engine, Finished, SamplingParams, Source
 from data_gen.engines.grouped_attention import use_grouped_attention
 from data_gen.engines.slots import Slots
 from specvocab_model.config import ConfigError
@@ -20,7 +21,62 @@ CHECK_EVERY = 8  # steps between two looks at what is finished: each look waits 
 REFILL_SHARE = 1 / 16  # of the slots that must be free before prompts are read, which holds up all others
 
 
-class ContinuousEngine:
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One prompt of a batch."""
+
+    batch: Batch
+    index: int
+    uniforms: Tensor  # fp64 [max_new_tokens], what its tokens are drawn with; [0] for greedy
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.batch.prompts[self.index]
+
+
+class Queue:
+    """The prompts of a source that were not yielded yet: those that wait, and those that are begun."""
+
+    def __init__(self, source: Source, params: SamplingParams) -> None:
+        self._source = source
+        self._num_draws = params.max_new_tokens if params.temperature > 0 else 0
+        self._waiting: list[Job] = []  # the longest last
+        self._begun: dict[Job, None] = {}  # a set in order
+
+    def fill(self, count: int) -> int:
+        """Have ``count`` prompts wait, if the source has so many; returns how many do."""
+        while len(self._waiting) < count and (batch := self._source()) is not None:
+            generator = torch.Generator().manual_seed(batch.seed)
+            uniforms = torch.rand(len(batch.prompts), self._num_draws, dtype=torch.float64, generator=generator)
+            jobs = [Job(batch, index, own) for index, own in enumerate(uniforms)]
+            self._wait([*reversed(jobs), *self._waiting])
+        return len(self._waiting)
+
+    def longest(self) -> int:
+        """Tokens of the longest prompt that waits."""
+        return len(self._waiting[-1].prompt)
+
+    def begin(self, count: int, *, longest: int) -> list[Job]:
+        """At most ``count`` prompts; none behind one of more than ``longest`` tokens, which needs other slots."""
+        jobs: list[Job] = []
+        while len(jobs) < count and self._waiting and self.longest() <= longest:
+            jobs.append(self._waiting.pop())
+        self._begun |= dict.fromkeys(jobs)
+        return jobs
+
+    def end(self, job: Job) -> None:
+        del self._begun[job]
+
+    def begin_anew(self) -> None:
+        """What was begun waits again. It will be written as if nothing had happened: a job brings its own draws."""
+        self._wait([*self._waiting, *reversed(self._begun)])
+        self._begun.clear()
+
+    def _wait(self, jobs: list[Job]) -> None:
+        self._waiting = sorted(jobs, key=lambda job: len(job.prompt))  # the longest first: what does not fit fails soon
+
+
+class ContinuousEngine(Engine):
     """Keeps all slots busy: where a completion ends, the next prompt begins."""
 
     def __init__(self, target: Target, *, batch_tokens: int) -> None:
@@ -34,54 +90,56 @@ class ContinuousEngine:
         self._slots: Slots | None = None
         self._tried = self._num_tokens = 0  # slots that there were at the last call, tokens that each should hold
 
-    def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams, *, seed: int
-    ) -> Iterator[tuple[int, Completion]]:
-        """See ``Engine.generate``. What is drawn for a prompt depends on the seed and its place in ``prompts`` alone.
+    def stream(self, source: Source, params: SamplingParams) -> Generator[Finished, None, None]:
+        """See ``Engine.stream``. What is drawn for a prompt depends on its batch's seed and its place there alone.
 
         Raises:
             ConfigError: there is not even memory for one prompt at a time.
         """
-        generator = torch.Generator().manual_seed(seed)
-        num_draws = params.max_new_tokens if params.temperature > 0 else 0
-        uniforms = torch.rand(len(prompts), num_draws, dtype=torch.float64, generator=generator)
-        left = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))  # what does not fit fails at once
-        while left:
-            finished = set()
+        queue = Queue(source, params)
+        while queue.fill(1):  # nothing is begun here
             out_of_memory = False
             try:
-                for index, completion in self._decode(left, prompts, params, uniforms):
-                    finished.add(index)
-                    yield index, completion
+                yield from self._decode(queue, params)
             except torch.OutOfMemoryError:
                 out_of_memory = True  # dealt with outside, where no traceback keeps the slots alive
             if out_of_memory:
+                queue.begin_anew()
                 self._shrink()
-            left = [index for index in left if index not in finished]
 
-    def _decode(
-        self, order: Sequence[int], prompts: Sequence[list[int]], params: SamplingParams, uniforms: Tensor
-    ) -> Iterator[tuple[int, Completion]]:
-        slots = self._slots_for(len(order), len(prompts[order[0]]) + params.max_new_tokens, params)
-        waiting = list(reversed(order))
-        running: dict[int, int] = {}  # slot: prompt
+    def _decode(self, queue: Queue, params: SamplingParams) -> Generator[Finished, None, None]:
+        """Until nothing is left, or what is left needs larger slots."""
+        slots = self._slots_for(queue, params)
         free = list(range(slots.num_slots))
-        while waiting or running:
-            if waiting and (not running or len(free) >= REFILL_SHARE * slots.num_slots):
-                admitted = [waiting.pop() for _ in range(min(len(free), len(waiting)))]
-                taken, free = free[: len(admitted)], free[len(admitted) :]
-                slots.admit(taken, [prompts[index] for index in admitted], uniforms[admitted])
-                running |= zip(taken, admitted, strict=True)
-            slots.steps(CHECK_EVERY)
+        refill = max(1, int(REFILL_SHARE * slots.num_slots))
+        running: dict[int, Job] = {}  # by slot
+        done: list[tuple[Job, Completion]] = []
+        while True:
+            if len(free) >= refill and (jobs := queue.begin(len(free), longest=slots.capacity - params.max_new_tokens)):
+                taken, free = free[: len(jobs)], free[len(jobs) :]
+                slots.admit(taken, [job.prompt for job in jobs], torch.stack([job.uniforms for job in jobs]))
+                running |= zip(taken, jobs, strict=True)
+            if running:
+                slots.steps(CHECK_EVERY)
+            # A GPU is at work now, while this process reads and writes prompts and rows.
+            for job, completion in done:
+                queue.end(job)
+                yield job.batch, job.index, completion
+            queue.fill(max(refill, len(free)))
+            if not running:
+                return
+            done = []
             for slot, token_ids in _finished(slots, list(running)):
-                yield running.pop(slot), Completion(
-                    token_ids, "stop" if token_ids[-1] in params.stop_token_ids else "length")
+                done.append((running.pop(slot), Completion(
+                    token_ids, "stop" if token_ids[-1] in params.stop_token_ids else "length")))
                 free.append(slot)
 
-    def _slots_for(self, num_prompts: int, num_tokens: int, params: SamplingParams) -> Slots:
-        """The slots of the call before, with their graphs, if they fit this one."""
+    def _slots_for(self, queue: Queue, params: SamplingParams) -> Slots:
+        """The slots of the call before, with their graphs, if they fit what waits."""
+        num_waiting = queue.fill(self._room(queue.longest() + params.max_new_tokens))
+        num_tokens = queue.longest() + params.max_new_tokens
+        wanted = min(num_waiting, self._room(num_tokens))
         capacity = -(-num_tokens // CAPACITY_STEP) * CAPACITY_STEP
-        wanted = min(num_prompts, MOST_SLOTS, max(1, self.batch_tokens // num_tokens))
         self._num_tokens = num_tokens
         kept = self._slots
         if kept is None or kept.params != params or kept.capacity < num_tokens or kept.num_slots < wanted:
@@ -89,6 +147,10 @@ class ContinuousEngine:
             self._tried = wanted
             self._slots = kept = Slots(self.target, params, num_slots=wanted, capacity=capacity)
         return kept
+
+    def _room(self, num_tokens: int) -> int:
+        """Slots that there may be if each holds ``num_tokens``."""
+        return min(MOST_SLOTS, max(1, self.batch_tokens // num_tokens))
 
     def _shrink(self) -> None:
         """Make room for half as many prompts as there was room for; raises ConfigError if that was one."""

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass
 
 import httpx
 from transformers import PreTrainedTokenizerBase
 
-from data_gen.engines.base import BadCompletionError, Completion, Rejected, SamplingParams
+from data_gen.engines.base import (
+    BadCompletionError,
+    Batch,
+    Completion,
+    Engine,
+    Finished,
+    Rejected,
+    SamplingParams,
+    Source,
+)
 from data_gen.engines.servers import (
     PromptRefusedError,
     Query,
@@ -34,7 +43,7 @@ class Reach:
     headers: dict[str, str]
 
 
-class OpenAIEngine:
+class OpenAIEngine(Engine):
     """Sends prompts as token ids and takes token ids back; text is only looked at to recognise another tokenizer."""
 
     def __init__(
@@ -63,32 +72,40 @@ class OpenAIEngine:
         self.pool = ServerPool(servers, concurrency=reach.concurrency, patience_s=reach.patience_s)
         asyncio.run(self._probe_all())
 
-    def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams, *, seed: int
-    ) -> Iterator[tuple[int, Completion | Rejected]]:
-        """See ``Engine.generate``. Sampled requests carry a seed each; how far a server keeps to it is its own affair.
-        """
-        queries = [Query(prompt, params, (seed + index) % 2**63) for index, prompt in enumerate(prompts)]
+    def stream(self, source: Source, params: SamplingParams) -> Generator[Finished, None, None]:
+        """See ``Engine.stream``. Sampled requests carry a seed each; how far a server keeps to it is its own affair."""
         with asyncio.Runner() as runner:  # the loop only turns while the caller waits for the next completion
-            answers = self._answers(queries)
+            answers = self._answers(source, params)
 
-            async def following() -> tuple[int, Completion | Rejected] | None:
+            async def following() -> Finished | None:
                 return await anext(answers, None)
 
             while (answer := runner.run(following())) is not None:
                 yield answer
 
-    async def _answers(self, queries: Sequence[Query]) -> AsyncGenerator[tuple[int, Completion | Rejected], None]:
-        room = asyncio.Semaphore(self.reach.concurrency * len(self.pool.servers))
+    async def _answers(self, source: Source, params: SamplingParams) -> AsyncGenerator[Finished, None]:
+        most = self.reach.concurrency * len(self.pool.servers)
+        room = asyncio.Semaphore(most)
+        finished: asyncio.Queue[asyncio.Task[Finished]] = asyncio.Queue()
+        tasks: set[asyncio.Task[Finished]] = set()
 
-        async def answer(client: httpx.AsyncClient, index: int) -> tuple[int, Completion | Rejected]:
+        async def answer(client: httpx.AsyncClient, batch: Batch, index: int) -> Finished:
             async with room:
-                return index, await self._answer(client, queries[index])
+                query = Query(batch.prompts[index], params, (batch.seed + index) % 2**63)
+                return batch, index, await self._answer(client, query)
 
         async with self._client() as client:
-            tasks = [asyncio.create_task(answer(client, index)) for index in range(len(queries))]
             try:
-                for task in asyncio.as_completed(tasks):
+                while True:
+                    while len(tasks) < most and (batch := source()) is not None:
+                        for index in range(len(batch.prompts)):
+                            task = asyncio.create_task(answer(client, batch, index))
+                            task.add_done_callback(finished.put_nowait)
+                            tasks.add(task)
+                    if not tasks:
+                        return
+                    task = await finished.get()
+                    tasks.remove(task)
                     yield await task
             finally:
                 for unfinished in tasks:

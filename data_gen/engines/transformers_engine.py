@@ -7,18 +7,18 @@ train the draft on another distribution than the one it is judged by.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from data_gen.engines.base import Completion, SamplingParams
+from data_gen.engines.base import Completion, Engine, Finished, SamplingParams, Source
 from specvocab_model.sampling import Sampling
 from specvocab_model.target import Target
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """Batches prompts of similar length; a row leaves its batch as soon as it is finished."""
 
     def __init__(self, target: Target, *, batch_tokens: int) -> None:
@@ -29,15 +29,14 @@ class TransformersEngine:
         self.target = target
         self.batch_tokens = batch_tokens
 
-    def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams, *, seed: int
-    ) -> Iterator[tuple[int, Completion]]:
-        """See ``Engine.generate``."""
-        generator = torch.Generator(self.target.device).manual_seed(seed)
-        lengths = [len(prompt) for prompt in prompts]
-        for batch in batches_by_length(lengths, params.max_new_tokens, self.batch_tokens):
-            for row, completion in self._decode([prompts[index] for index in batch], params, generator):
-                yield batch[row], completion
+    def stream(self, source: Source, params: SamplingParams) -> Generator[Finished, None, None]:
+        """See ``Engine.stream``. One batch of ``source`` after the other: a CPU gains nothing by mixing them."""
+        while (given := source()) is not None:
+            generator = torch.Generator(self.target.device).manual_seed(given.seed)
+            lengths = [len(prompt) for prompt in given.prompts]
+            for indices in batches_by_length(lengths, params.max_new_tokens, self.batch_tokens):
+                for row, completion in self._decode([given.prompts[index] for index in indices], params, generator):
+                    yield given, indices[row], completion
 
     @torch.inference_mode()
     def _decode(

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator
 from importlib.util import find_spec
 from typing import Any
 
-from data_gen.engines.base import BadCompletionError, Completion, Rejected, SamplingParams, check_completion
+from data_gen.engines.base import (
+    BadCompletionError,
+    Batch,
+    Completion,
+    Engine,
+    Finished,
+    Rejected,
+    SamplingParams,
+    Source,
+    check_completion,
+)
 from specvocab_model.config import ConfigError, TargetConfig
 from specvocab_model.target_files import resolve_model
 
 
-class VllmEngine:
-    """A thin layer over ``vllm.LLM``, which schedules the prompts itself."""
+class VllmEngine(Engine):
+    """A thin layer over the engine of ``vllm.LLM``, which schedules the prompts itself."""
 
     def __init__(self, target: TargetConfig, *, vocab_size: int, max_context: int, **arguments: Any) -> None:
         """
@@ -32,25 +42,34 @@ class VllmEngine:
 
         self.vocab_size = vocab_size
         self._vllm = vllm
+        self._num_asked = 0
         self._llm = vllm.LLM(
             model=str(resolve_model(target)), dtype=target.dtype, max_model_len=max_context, seed=0,
             generation_config="vllm",  # not the model's own, whose penalties would bend the distribution
             **arguments,
         )
 
-    def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams, *, seed: int
-    ) -> Iterator[tuple[int, Completion | Rejected]]:
-        """See ``Engine.generate``. vLLM returns when all prompts are done."""
-        if not prompts:
-            return
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            [self._sampling(params, (seed + index) % 2**63) for index in range(len(prompts))],
-            use_tqdm=False,
-        )
-        for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-            yield index, self._completion(prompt, output, params)
+    def stream(self, source: Source, params: SamplingParams) -> Generator[Finished, None, None]:
+        """See ``Engine.stream``."""
+        engine = self._llm.llm_engine
+        room = engine.vllm_config.scheduler_config.max_num_seqs
+        asked: dict[str, tuple[Batch, int]] = {}
+        try:
+            while True:
+                while len(asked) < room and (batch := source()) is not None:
+                    for index, prompt in enumerate(batch.prompts):
+                        self._num_asked += 1
+                        asked[str(self._num_asked)] = (batch, index)
+                        engine.add_request(str(self._num_asked), {"type": "token", "prompt_token_ids": prompt},
+                                           self._sampling(params, (batch.seed + index) % 2**63))
+                if not asked:
+                    return
+                for output in engine.step():
+                    if output.finished:
+                        batch, index = asked.pop(output.request_id)
+                        yield batch, index, self._completion(batch.prompts[index], output, params)
+        finally:
+            engine.abort_request(list(asked))
 
     def _sampling(self, params: SamplingParams, seed: int) -> Any:
         return self._vllm.SamplingParams(
@@ -58,6 +77,7 @@ class VllmEngine:
             top_p=params.top_p, stop_token_ids=list(params.stop_token_ids), detokenize=False,
             ignore_eos=True,  # it stops at stop_token_ids alone, as the other engines do
             seed=seed if params.temperature > 0 else None,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
 
     def _completion(self, prompt: list[int], output: Any, params: SamplingParams) -> Completion | Rejected:

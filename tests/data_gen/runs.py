@@ -61,6 +61,18 @@ def overrides(root: Path, name: str, *changes: str) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
 
+def talk(root: Path, name: str, *changes: str) -> list[str]:
+    """Overrides of a run over conversations of three questions each, long enough for some answers to be whole."""
+    records = [{"id": f"talk {number}", "messages": [
+        {"role": role, "content": f"{words} {number}"} for role, words in (
+            ("user", "Count to"), ("assistant", "old"), ("user", "And to"), ("assistant", "older"), ("user", "And"))]}
+        for number in range(16)]
+    (root / "talk.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return overrides(root, name, f"generation.prompt_files=[{root}/talk.jsonl]", "generation.magpie_prompts=0",
+                     "generation.max_new_tokens=64", "generation.max_prompt_tokens=400", "generation.batch_tokens=9000",
+                     *changes)
+
+
 def run_here(arguments: list[str]) -> StageRunner:
     """What ``data_gen/main.py`` does with these overrides, in this process."""
     runner = StageRunner(config_of(arguments), PartialState(cpu=True))

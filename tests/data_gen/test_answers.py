@@ -56,8 +56,9 @@ def stop_ids(tokenizer) -> tuple[int, ...]:
 
 def keep(tokenizer, messages: list[dict], config: Config | None = None, **record) -> ShardRows:
     prompt = parse_prompt({"id": "p", "messages": messages, **record}, "s", keep=True)
-    keeper = AnswerKeeper(config or configured(), tokenizer, stop_ids(tokenizer))
-    result = keeper([prompt], lambda ids, turn: iter(()), lambda: None)
+    keeper = AnswerKeeper(config or configured(), tokenizer, stop_ids(tokenizer), [prompt], lambda: None)
+    assert keeper.ask() == []
+    result = keeper.rows()
     for row in result.rows:
         validate_row(row, vocab_size=len(tokenizer), stop_token_ids=frozenset(stop_ids(tokenizer)))
     return result
@@ -83,7 +84,13 @@ def served(tokenizer, text: str) -> Completion:
 
 
 def write(script: Script, *prompts: Prompt, config: Config | None = None) -> ShardRows:
-    result = AnswerWriter(config or configured(), script.tokenizer)(prompts, script, lambda: None)
+    work = AnswerWriter(config or configured(), script.tokenizer, prompts, lambda: None)
+    turn = 0
+    while asked := work.ask():
+        for index, completion in script(asked, turn):
+            work.take(index, completion)
+        turn += 1
+    result = work.rows()
     for row in result.rows:
         validate_row(row, vocab_size=len(script.tokenizer), stop_token_ids=frozenset(stop_ids(script.tokenizer)))
     return result

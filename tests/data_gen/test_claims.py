@@ -23,7 +23,6 @@ from tests.data_gen.runs import ENVIRONMENT
 def fast(monkeypatch):
     monkeypatch.setattr(claims_module, "HEARTBEAT_S", 0.02)
     monkeypatch.setattr(claims_module, "LEASE_S", 0.5)
-    monkeypatch.setattr(claims_module, "POLL_S", 0.01)
 
 
 def missing_of(folder, count):
@@ -32,12 +31,17 @@ def missing_of(folder, count):
 
 def work(folder, count, *, first=0, seconds=0.0) -> list[int]:
     """Make what is missing; returns what this worker made."""
-    made = []
+    made, missing = [], missing_of(folder, count)
     with Claims(folder) as claims:
-        for index in claims.shards(missing_of(folder, count), first=first):
+        while missing():
+            index = claims.take(missing, first=first)
+            if index is None:
+                time.sleep(0.01)
+                continue
             time.sleep(seconds)
             (folder / f"{index}").touch()
             made.append(index)
+            claims.release(index)
     return made
 
 
@@ -63,7 +67,7 @@ def test_a_slow_worker_does_not_hold_the_fast_ones(tmp_path):
 def test_what_a_killed_worker_had_claimed_is_taken_over(tmp_path):
     code = ("from pathlib import Path; from data_gen.claims import Claims; import time\n"
             f"with Claims(Path({str(tmp_path)!r})) as claims:\n"
-            "    for index in claims.shards(lambda: [0, 1]): print(index, flush=True); time.sleep(60)\n")
+            "    print(claims.take(lambda: [0, 1]), flush=True); time.sleep(60)\n")
     worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert worker.stdout.readline() == "0\n"
     worker.send_signal(signal.SIGKILL)
@@ -115,16 +119,15 @@ def test_the_heart_beats_on_when_the_file_server_is_away(tmp_path, monkeypatch, 
     away.set()
     monkeypatch.setattr(os, "utime", out_of_reach)
     with Claims(tmp_path) as claims:
-        for index in claims.shards(missing_of(tmp_path, 1)):
-            assert touched.wait(10)
-            touched.clear()
-            assert touched.wait(10), "it goes on trying"
-            claim = tmp_path / ".shard-00000.claim"
-            utime(claim, (0, 0))
-            away.clear()
-            while claim.stat().st_mtime == 0:
-                assert claims._heart.is_alive()
-            (tmp_path / f"{index}").touch()
+        assert claims.take(missing_of(tmp_path, 1)) == 0
+        assert touched.wait(10)
+        touched.clear()
+        assert touched.wait(10), "it goes on trying"
+        claim = tmp_path / ".shard-00000.claim"
+        utime(claim, (0, 0))
+        away.clear()
+        while claim.stat().st_mtime == 0:
+            assert claims._heart.is_alive()
     assert capfd.readouterr().err.count(f"cannot touch {tmp_path}/.shard-00000.claim: {os.strerror(code)}; try") == 1
 
 
@@ -140,15 +143,24 @@ def test_a_claim_that_cannot_be_read_or_removed_stops_nobody(tmp_path, monkeypat
         patched.setattr(Path, "rename", fail)
         claims._bury(claim)
         patched.setattr(Path, "unlink", fail)
-        claims._release(0)
+        claims.release(0)
     assert not claim.exists()
 
 
 def test_a_worker_that_fails_gives_its_claim_back(tmp_path):
     with pytest.raises(RuntimeError), Claims(tmp_path) as claims:
-        for _ in claims.shards(missing_of(tmp_path, 2)):
-            raise RuntimeError
+        assert [claims.take(missing_of(tmp_path, 3)) for _ in range(2)] == [0, 1]
+        raise RuntimeError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_may_hold_several_claims_and_none_twice(tmp_path):
+    missing = missing_of(tmp_path, 3)
+    with Claims(tmp_path) as claims, Claims(tmp_path) as other:
+        assert [claims.take(missing, first=1), other.take(missing, first=1), claims.take(missing)] == [1, 2, 0]
+        assert claims.take(missing) is None and other.take(missing) is None
+        claims.release(1)
+        assert other.take(missing) == 1
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_claim(tmp_path):

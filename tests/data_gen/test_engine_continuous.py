@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from data_gen.engines import Completion, SamplingParams, TransformersEngine
+from data_gen.engines import Batch, Completion, SamplingParams, TransformersEngine
 from data_gen.engines import continuous_engine as continuous_module
 from data_gen.engines import slots as slots_module
 from data_gen.engines.continuous_engine import ContinuousEngine
@@ -121,6 +121,113 @@ def test_slots_kept_from_a_larger_call_are_given_up_before_the_command_ends(llam
     fail_above(4, monkeypatch)
     assert run(engine, prompts[:1], params) == expected[:1]
     assert capfd.readouterr().err.startswith("out of memory with room for 9 prompts at a time; going on with 4")
+
+
+# ---- several batches ----
+
+
+def stream(engine, batches: list[Batch], params, *, follow=lambda batch: None):
+    """Completions of each batch, and what happened in order: batches taken ("+") and batches done ("-").
+
+    Args:
+        follow: the batch that comes when this one is done.
+    """
+    events: list[str] = []
+    coming = list(batches)
+    numbers = {batch: number for number, batch in enumerate(batches)}
+    completions: dict[Batch, dict[int, Completion]] = {batch: {} for batch in batches}
+
+    def source() -> Batch | None:
+        if not coming:
+            return None
+        events.append(f"+{numbers[coming[0]]}")
+        return coming.pop(0)
+
+    for batch, index, completion in engine.stream(source, params):
+        assert index not in completions[batch], "once"
+        completions[batch][index] = completion
+        if len(completions[batch]) == len(batch.prompts):
+            events.append(f"-{numbers[batch]}")
+            if (following := follow(batch)) is not None:
+                numbers[following] = len(numbers)
+                completions[following] = {}
+                coming.append(following)
+    assert all(len(own) == len(batch.prompts) for batch, own in completions.items())
+    return [[own[index] for index in sorted(own)] for own in completions.values()], events
+
+
+SAMPLED = SamplingParams(max_new_tokens=32, stop_token_ids=tuple(range(0, 277, 20)), temperature=1.0, top_p=0.95)
+
+
+def test_batches_together_are_what_each_is_alone_in_fewer_steps(llama, monkeypatch):
+    monkeypatch.setattr(continuous_module, "CHECK_EVERY", 2)
+    steps = []
+    original = slots_module.Slots.steps
+    monkeypatch.setattr(slots_module.Slots, "steps", lambda self, count: (steps.append(count), original(self, count)))
+    batches = [Batch(random_prompts(9, seed=seed), seed) for seed in range(4)]
+    tokens = 9 * (max(len(prompt) for batch in batches for prompt in batch.prompts) + SAMPLED.max_new_tokens)
+    expected = [run(ContinuousEngine(llama, batch_tokens=tokens), batch.prompts, SAMPLED, batch.seed)
+                for batch in batches]
+    one_by_one = len(steps)
+    lengths = {len(completion.token_ids) for own in expected for completion in own}
+    assert min(lengths) < 12 and max(lengths) == 32, "uneven, so that slots idle at the end of a batch"
+    steps.clear()
+    completions, events = stream(ContinuousEngine(llama, batch_tokens=tokens), batches, SAMPLED)
+    assert completions == expected
+    for number in range(3):  # the next begins while the last answers are being written
+        assert events.index(f"+{number + 1}") < events.index(f"-{number}")
+    assert len(steps) <= 0.75 * one_by_one
+
+
+def test_a_batch_that_follows_from_another_joins_those_under_way(llama):
+    first = [Batch(random_prompts(6, seed=seed), seed) for seed in (1, 2)]
+    second = Batch(random_prompts(4, seed=3), 3)
+    completions, events = stream(ContinuousEngine(llama, batch_tokens=400), first, SAMPLED,
+                                 follow=lambda batch: second if batch is first[0] else None)
+    alone = ContinuousEngine(llama, batch_tokens=BIG)
+    assert completions == [run(alone, batch.prompts, SAMPLED, batch.seed) for batch in (*first, second)]
+    assert {"+2", "-2"} < set(events)
+
+
+def test_longer_prompts_wait_for_larger_slots(llama):
+    batches = [Batch([[7, 8]] * 5, 0), Batch([[number] * 40 for number in range(5)], 1), Batch([[9]] * 3, 2)]
+    engine = ContinuousEngine(llama, batch_tokens=180)  # five slots for the first
+    completions, _ = stream(engine, batches, SAMPLED)
+    alone = ContinuousEngine(llama, batch_tokens=BIG)
+    assert completions == [run(alone, batch.prompts, SAMPLED, batch.seed) for batch in batches]
+    assert engine._slots.capacity >= 72 and engine._slots.num_slots == 2
+
+
+def test_out_of_memory_loses_and_doubles_nothing_of_several_batches(llama, monkeypatch):
+    batches = [Batch(random_prompts(7, seed=seed), seed) for seed in range(3)]
+    expected = [run(ContinuousEngine(llama, batch_tokens=BIG), batch.prompts, SAMPLED, batch.seed)
+                for batch in batches]
+    original, steps = slots_module.Slots._step, []
+
+    def step(self):
+        steps.append(self.num_slots)
+        if len(steps) > 20 and self.num_slots > 4:  # some are done by then, others half written
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(self)
+
+    monkeypatch.setattr(slots_module.Slots, "_step", step)
+    completions, _ = stream(ContinuousEngine(llama, batch_tokens=480), batches, SAMPLED)
+    assert completions == expected
+    assert max(steps) > 4 and steps[-1] <= 4
+
+
+def test_an_error_of_the_source_ends_the_stream_and_not_the_engine(llama):
+    engine, prompts = ContinuousEngine(llama, batch_tokens=400), random_prompts(6)
+    given = iter([Batch(prompts, 0)])
+
+    def source():
+        for batch in given:
+            return batch
+        raise ConfigError("the disk is full")
+
+    with pytest.raises(ConfigError, match="the disk is full"):
+        list(engine.stream(source, SAMPLED))
+    assert run(engine, prompts, SAMPLED) == run(ContinuousEngine(llama, batch_tokens=BIG), prompts, SAMPLED)
 
 
 @pytest.mark.gpu

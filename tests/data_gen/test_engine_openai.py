@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_gen.engines import (
+    Batch,
     Completion,
     OpenAIEngine,
     Reach,
@@ -155,6 +156,25 @@ def test_no_more_requests_are_under_way_than_allowed(target, server, expected):
     with FaultyProxy(server) as proxy:
         assert run(engine_of(target, proxy.url, concurrency=3)) == expected
         assert 1 < proxy.most_in_flight <= 3
+
+
+def test_the_next_batch_is_asked_while_the_last_answers_of_the_first_are_awaited(target, server, expected):
+    batches = [Batch(PROMPTS, 0), Batch(PROMPTS[::-1], 0), Batch(PROMPTS[:3], 0)]
+    coming, events, finished = iter(batches), [], {batch: {} for batch in batches}
+
+    def source() -> Batch | None:
+        events.append("next")
+        return next(coming, None)
+
+    with FaultyProxy(server) as proxy:
+        for batch, index, completion in engine_of(target, proxy.url, concurrency=4).stream(source, GREEDY):
+            finished[batch][index] = completion
+            if len(finished[batch]) == len(batch.prompts):
+                events.append("done")
+        assert proxy.most_in_flight <= 4
+    assert [[own[index] for index in sorted(own)] for own in finished.values()] == [
+        expected, expected[::-1], expected[:3]]
+    assert events.index("done") > events.index("next", 1), "the second was asked for before the first was done"
 
 
 def test_servers_share_the_work_and_one_that_is_away_does_not_hold_it(target, server, expected):

@@ -36,6 +36,7 @@ from tests.data_gen.runs import (
     contents,
     overrides,
     run_here,
+    talk,
     write_inputs,
 )
 from tests.tiny import CHAT_TEMPLATE, EOS_IDS, tiny_target_config, tiny_tokenizer
@@ -262,7 +263,7 @@ def test_killed_twice_and_continued_on_other_ranks_nothing_is_lost_or_doubled(ro
     arguments = [str(MAIN), *overrides(root, "killed")]
     killed_when(run / "data-magpie" / "shard-00001.parquet", [sys.executable, *arguments])
     assert not (run / "data-magpie" / "manifest.json").exists()
-    killed_when(run / "data" / "shard-00002.parquet", [*TORCHRUN, *arguments])
+    killed_when(run / "data" / "shard-00000.parquet", [*TORCHRUN, *arguments])
     assert (run / "data-magpie" / "manifest.json").exists() and not (run / "data" / "manifest.json").exists()
     run_here(overrides(root, "killed"))
     # What a rank was writing when it was killed stays for an hour, under a temporary name.
@@ -281,18 +282,6 @@ def test_two_ranks_give_the_rows_of_one(root, whole):
 
 
 # ---- conversations ----
-
-
-def talk(root: Path, name: str, *changes: str) -> list[str]:
-    """Overrides of a run over conversations of three questions each, long enough for some answers to be whole."""
-    records = [{"id": f"talk {number}", "messages": [
-        {"role": role, "content": f"{words} {number}"} for role, words in (
-            ("user", "Count to"), ("assistant", "old"), ("user", "And to"), ("assistant", "older"), ("user", "And"))]}
-        for number in range(16)]
-    (root / "talk.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return overrides(root, name, f"generation.prompt_files=[{root}/talk.jsonl]", "generation.magpie_prompts=0",
-                     "generation.max_new_tokens=64", "generation.max_prompt_tokens=400", "generation.batch_tokens=9000",
-                     *changes)
 
 
 def data_of(run: Path) -> dict[str, bytes]:
@@ -343,10 +332,10 @@ class Refusing:
         self.engine = engine
         self.refused = refused
 
-    def generate(self, prompts, params, *, seed):
-        for index, completion in self.engine.generate(prompts, params, seed=seed):
-            refuse = self.refused(prompts[index])
-            yield index, Rejected("server refused the prompt", "400") if refuse else completion
+    def stream(self, source, params):
+        for batch, index, completion in self.engine.stream(source, params):
+            refuse = self.refused(batch.prompts[index])
+            yield batch, index, Rejected("server refused the prompt", "400") if refuse else completion
 
 
 def test_prompts_that_the_engine_gives_up_are_listed_and_too_many_stop_the_run(root, whole, monkeypatch):
