@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -122,6 +122,41 @@ def test_probabilities_are_those_of_transformers(seed, vocab_size, temperature, 
         warped = TopPLogitsWarper(top_p)(None, warped)
     actual = Sampling(temperature=temperature, top_k=top_k, top_p=top_p).probabilities(logits)
     torch.testing.assert_close(actual, warped.softmax(-1))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    first=st.integers(-40, 40),
+    others=st.lists(st.integers(-40, 40) | st.none(), max_size=60),
+    temperature=st.floats(0.1, 3.0),
+    top_p=st.floats(0.01, 0.999),
+)
+def test_a_token_is_kept_if_those_of_larger_logits_have_less_than_top_p(first, others, temperature, top_p):
+    """Many equal logits, in eighths, as bf16 targets have them; None is an impossible token."""
+    logits = [-math.inf if each is None else each / 8 for each in (first, *others)]
+    weights = [math.exp((logit - max(logits)) / temperature) for logit in logits]
+    in_front = [math.fsum(weight for weight, other in zip(weights, logits, strict=True) if other > logit)
+                for logit in logits]
+    assume(all(abs(mass / math.fsum(weights) - top_p) > 1e-9 for mass in in_front))  # rounding would decide
+    kept = [weight if mass / math.fsum(weights) < top_p else 0.0
+            for weight, mass in zip(weights, in_front, strict=True)]
+    actual = Sampling(temperature=temperature, top_p=top_p).probabilities(torch.tensor([logits, logits[::-1]]))
+    expected = torch.tensor(kept, dtype=torch.float64) / math.fsum(kept)
+    torch.testing.assert_close(actual, torch.stack([expected, expected.flip(0)]))
+    assert torch.equal(actual > 0, torch.stack([expected, expected.flip(0)]) > 0)
+
+
+def test_probabilities_of_a_whole_vocabulary_are_those_of_their_fp64_order():
+    """As tokens were dropped before: by their places in sorted probabilities. fp32 logits, several rows."""
+    logits = torch.randn(4, 50_000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.01], [1], [3], [9]])
+    for top_p in (0.3, 0.95, 0.9999):
+        probabilities, order = (logits.double() / 0.7).softmax(-1).sort(descending=True, stable=True)
+        probabilities[probabilities.cumsum(-1) - probabilities >= top_p] = 0
+        expected = torch.zeros_like(probabilities).scatter(-1, order, probabilities)
+        actual = Sampling(temperature=0.7, top_p=top_p).probabilities(logits)
+        changed = ((actual > 0) != (expected > 0)).sum(-1)
+        assert changed.max() <= 1, "at most the last token's equals are kept as well"
+        torch.testing.assert_close(actual, expected / expected.sum(-1, keepdim=True), rtol=1e-3, atol=1e-9)
 
 
 def test_probabilities_keep_impossible_tokens_impossible():
