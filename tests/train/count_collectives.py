@@ -1,5 +1,5 @@
-"""train/main.py, writing collectives to FOLDER/collectives-RANK; on rank 2 the gradient of step 2 and the loss of step
-3 are not finite."""
+"""train/main.py, writing collectives to FOLDER/collectives-RANK; on the last rank the gradient of step 2 and the loss
+of step 3 are not finite."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def counting(folder: str) -> None:
     file = open(os.path.join(folder, f"collectives-{rank}"), "w", buffering=1)  # noqa: SIM115
     for name in NAMES:
         record(name, file)
-    if rank == 2:
+    if rank == int(os.environ["WORLD_SIZE"]) - 1:
         built = build.Updater.__init__
 
         def poisoned(self, *args, **kwargs):

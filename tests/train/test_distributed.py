@@ -109,6 +109,19 @@ def test_zero3_ranks_with_0_64_and_320_valid_tokens_and_a_sharded_target(tmp_pat
     assert of_ranks[0] == of_ranks[1] == of_ranks[2] and of_ranks[0].count("all_gather_into_tensor") > 20
 
 
+def test_two_zero1_ranks_skip_what_is_not_finite_and_train_as_one(root, tmp_path):
+    """ZeRO-2's optimizer is the same."""
+    changes = ("trainer.max_steps=4", "trainer.skip_non_finite=2")
+    one = run_of(root, "skipping-one", *changes)
+    poison(one.updater, micro_batch=1)
+    train(one)
+    arguments = overrides(root, "skipping-zero1", *changes, TWO_RANKS, "distributed=zero1")
+    job = fork_ranks(root / "logs", arguments, 2, partial(counting, str(tmp_path)))
+    assert job.codes == [0, 0], job.output[-3000:]
+    assert "step 3: loss nan, gradient norm inf; on ranks [1], " in job.output and "2 of at most 2" in job.output
+    assert_same_training(root, "skipping-zero1", "skipping-one")
+
+
 @pytest.mark.usefixtures("forked")
 def test_a_rank_that_hangs_ends_the_others_in_bounded_time(root):
     """Without a launcher, which would end them: the process group's own timeout does."""
