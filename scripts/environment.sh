@@ -4,8 +4,9 @@
 # Sets PYTHON to the environment's interpreter and changes to the repository root.
 
 # Waiting OpenMP threads sleep soon instead of spinning: about as fast on an idle machine, and where another program takes
-# part of the cores several times faster (docs/DESIGN_NOTES.md).
-export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-2000}
+# part of the cores several times faster (docs/DESIGN_NOTES.md). Also for who activates the environment.
+spin='export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-2000}'
+eval "$spin"
 
 fail() {
   echo "error: $*" >&2
@@ -33,6 +34,7 @@ make_venv() {
   rm -rf .venv
   "$python" -m venv .venv ||
     fail "$python cannot make a virtual environment; install its venv package (Debian, Ubuntu: apt-get install python3-venv)"
+  echo "$spin" >>.venv/bin/activate
 }
 
 install_environment() {
