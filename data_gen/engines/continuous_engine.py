@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,12 +36,15 @@ class Job:
 
 
 class Queue:
-    """The prompts of a source that were not yielded yet: those that wait, and those that are begun."""
+    """The prompts of a source that were not yielded yet: those that wait, and those that are begun.
+
+    No prompt is overtaken by one of a later batch: short ones would be by all, and no batch would ever be done.
+    """
 
     def __init__(self, source: Source, params: SamplingParams) -> None:
         self._source = source
         self._num_draws = params.max_new_tokens if params.temperature > 0 else 0
-        self._waiting: list[Job] = []  # the longest last
+        self._waiting: deque[Job] = deque()  # in the order of the batches, of each the longest first
         self._begun: dict[Job, None] = {}  # a set in order
 
     def fill(self, count: int) -> int:
@@ -49,18 +53,18 @@ class Queue:
             generator = torch.Generator().manual_seed(batch.seed)
             uniforms = torch.rand(len(batch.prompts), self._num_draws, dtype=torch.float64, generator=generator)
             jobs = [Job(batch, index, own) for index, own in enumerate(uniforms)]
-            self._wait([*reversed(jobs), *self._waiting])
+            self._waiting += sorted(jobs, key=lambda job: -len(job.prompt))  # what does not fit fails soon
         return len(self._waiting)
 
     def longest(self) -> int:
         """Tokens of the longest prompt that waits."""
-        return len(self._waiting[-1].prompt)
+        return max(len(job.prompt) for job in self._waiting)
 
     def begin(self, count: int, *, longest: int) -> list[Job]:
         """At most ``count`` prompts; none behind one of more than ``longest`` tokens, which needs other slots."""
         jobs: list[Job] = []
-        while len(jobs) < count and self._waiting and self.longest() <= longest:
-            jobs.append(self._waiting.pop())
+        while len(jobs) < count and self._waiting and len(self._waiting[0].prompt) <= longest:
+            jobs.append(self._waiting.popleft())
         self._begun |= dict.fromkeys(jobs)
         return jobs
 
@@ -69,11 +73,8 @@ class Queue:
 
     def begin_anew(self) -> None:
         """What was begun waits again. It will be written as if nothing had happened: a job brings its own draws."""
-        self._wait([*self._waiting, *reversed(self._begun)])
+        self._waiting.extendleft(reversed(self._begun))
         self._begun.clear()
-
-    def _wait(self, jobs: list[Job]) -> None:
-        self._waiting = sorted(jobs, key=lambda job: len(job.prompt))  # the longest first: what does not fit fails soon
 
 
 class ContinuousEngine(Engine):

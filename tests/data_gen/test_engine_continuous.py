@@ -6,7 +6,7 @@ import torch
 from data_gen.engines import Batch, Completion, SamplingParams, TransformersEngine
 from data_gen.engines import continuous_engine as continuous_module
 from data_gen.engines import slots as slots_module
-from data_gen.engines.continuous_engine import ContinuousEngine
+from data_gen.engines.continuous_engine import ContinuousEngine, Queue
 from specvocab_model.config import ConfigError
 from tests.tiny import EOS_IDS, KINDS, tiny_target
 
@@ -196,6 +196,15 @@ def test_longer_prompts_wait_for_larger_slots(llama):
     alone = ContinuousEngine(llama, batch_tokens=BIG)
     assert completions == [run(alone, batch.prompts, SAMPLED, batch.seed) for batch in batches]
     assert engine._slots.capacity >= 72 and engine._slots.num_slots == 2
+
+
+def test_short_prompts_are_not_overtaken_by_later_batches():
+    batches = iter([Batch([[1], [2, 2], [3, 3, 3], [4, 4, 4]], seed) for seed in range(3)])
+    queue = Queue(lambda: next(batches, None), SAMPLED)
+    order = []
+    while queue.fill(2):  # while one of an older batch still waits
+        order += [(job.batch.seed, job.index) for job in queue.begin(3, longest=3)]
+    assert order == [(seed, index) for seed in range(3) for index in (2, 3, 1, 0)]
 
 
 def test_out_of_memory_loses_and_doubles_nothing_of_several_batches(llama, monkeypatch):
