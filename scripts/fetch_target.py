@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specvocab_model.config import ConfigError, TargetConfig
-from specvocab_model.files import sha256
+from specvocab_model.files import follow_umask, sha256
 from specvocab_model.target_files import cached_folder, resolve_model, target_cache_dir, weight_files
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -125,6 +125,8 @@ def _convert(gguf: Path, eos_token: str, destination: Path) -> Path:
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = tokenizer.eos_token_id
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
+    for path in destination.iterdir():
+        follow_umask(path)
     return destination
 
 

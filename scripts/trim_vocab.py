@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from data_gen.files import writing
 from data_gen.token_counts import count_tokens
@@ -39,6 +38,7 @@ from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
 from specvocab_model.heads.static import prune, write_token_map
 from specvocab_model.options import positive, run_command, seed, usable_device
 from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec_and_tokenizer
+from specvocab_model.tensor_files import write_safetensors
 from specvocab_model.tuning.flops import DraftFlops, draft_bytes
 from specvocab_model.tuning.latency import draft_seconds
 from specvocab_model.tuning.trim import TrimChoice, TrimProblem, build_problem, exact, pareto_front, pool, tpe
@@ -278,7 +278,7 @@ def report_page(result: dict[str, Any]) -> str:
 def write(output: Path, result: dict[str, Any], vocab: VocabMap) -> None:
     (output / "trim_vocab.json").write_text(json.dumps(result, indent=2) + "\n")
     (output / "trim_vocab.html").write_text(report_page(result), encoding="utf-8")
-    save_file({"d2t": vocab.d2t, "t2d": vocab.t2d}, output / "vocab_map.safetensors")
+    write_safetensors(output / "vocab_map.safetensors", {"d2t": vocab.d2t, "t2d": vocab.t2d})
     write_token_map(output / "token_map.pt", vocab)
     covered = ", ".join(f"{name} {part:.2%}" for name, part in result["coverage_of"].items())
     print(f"{len(vocab)} tokens kept, which cover {covered}; written to {output}: trim_vocab.json, trim_vocab.html, "

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specvocab_model import serving
@@ -55,7 +54,7 @@ from specvocab_model.speculator_files import (
     write_speculator,
 )
 from specvocab_model.target import TargetSpec
-from specvocab_model.tensor_files import check_digest, check_tensors, read_safetensors, to_store
+from specvocab_model.tensor_files import check_digest, check_tensors, read_safetensors, to_store, write_safetensors
 from specvocab_model.vocab import VocabMap
 
 DRAFT_FILE = "model.safetensors"
@@ -127,7 +126,7 @@ def save_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_json(partial / "config.json", config)
-    save_file(draft, partial / DRAFT_FILE, metadata={"format": "pt"})
+    write_safetensors(partial / DRAFT_FILE, draft)
     (partial / GENERATE_FILE).parent.mkdir()
     shutil.copyfile(Path(serving.__path__[0], "custom_generate.py"), partial / GENERATE_FILE)
     speculator_config = None

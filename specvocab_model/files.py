@@ -60,6 +60,13 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def follow_umask(path: Path) -> None:
+    """Give a file the permissions of any new one: safetensors leaves those of its private temporary file, 0600."""
+    umask = os.umask(0o077)  # it can only be read by setting it; meanwhile other threads' files are merely too private
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
 def replace_folder(new: Path, folder: Path) -> None:
     """Put ``new``, flushed to the disk, in the place of ``folder``, whatever is there.
 

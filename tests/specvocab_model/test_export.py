@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -117,6 +118,16 @@ def test_tensors_have_the_engines_names_and_nothing_else_is_stored(folder):
         "config.json", "model.safetensors", "vocabulary_speculator", "specvocab.json", "README.md", "custom_generate"
     }
     assert [path.name for path in folder.parent.iterdir()] == ["export"]
+
+
+def test_files_have_the_permissions_of_any_new_file(tmp_path):
+    before = os.umask(0o027)
+    try:
+        folder = save_checkpoint(tmp_path / "export", make_model(), SPEC, PROVENANCE)
+    finally:
+        os.umask(before)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) == 7 and {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -45,6 +45,7 @@ def test_the_twenty_steps_after_a_resume_equal_the_unbroken_run_bit_for_bit(root
 
 def test_a_checkpoint_holds_weights_and_moments_by_name(root, reference):
     (newest,) = (root / reference / "checkpoints").glob("step-1[0-9]")
+    assert len({path.stat().st_mode for path in newest.iterdir()}) == 1
     weights = load_file(newest / "model.safetensors")
     assert largest_difference(weights, final_weights(root, reference)) == 0.0
     for file in ("exp_avg", "exp_avg_sq"):
