@@ -18,6 +18,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from specvocab_model.draft_states import (
     measure_coverage,
     quantization_cost,
 )
-from specvocab_model.export import Provenance, check_destination, save_checkpoint
+from specvocab_model.export import PROVENANCE_FILE, Provenance, check_destination, save_checkpoint
 from specvocab_model.heads.static import OwnHead
 from specvocab_model.options import positive, run_command, seed, usable_device
 from specvocab_model.public_drafts import PublicDraft, open_draft
@@ -108,7 +109,7 @@ def convert(options: argparse.Namespace) -> Coverage:
     target_config = TargetConfig(model=options.target, gguf_file=options.gguf_file, dtype=options.dtype,
                                  attn_implementation=options.attn_implementation,
                                  chat_template_kwargs=options.chat_template_kwargs)
-    check_destination(options.output)
+    check_output(options)
     prompts = load_prompts(options.prompts, options.num_prompts) if options.prompts else None
     spec, tokenizer = load_spec_and_tokenizer(target_config)
     check_template_kwargs(tokenizer, options.chat_template_kwargs)
@@ -159,6 +160,20 @@ def convert(options: argparse.Namespace) -> Coverage:
     save_checkpoint(options.output, model, target.spec, provenance, dtype=target.lm_head_weight.dtype)
     print(f"saved to {options.output}")
     return recall
+
+
+def check_output(options: argparse.Namespace) -> None:
+    """Refuse a destination whose checkpoint would be lost; another run of the same conversion may replace its own.
+
+    Raises:
+        ConfigError: something is there that this conversion has not made.
+    """
+    folder = check_destination(options.output)
+    if folder.resolve() == Path(options.draft).resolve():
+        raise ConfigError(f"--output {folder} is the draft that is to be converted; give another --output")
+    if (folder / PROVENANCE_FILE).exists() and Provenance.read(folder).config != {"convert": vars(options)}:
+        raise ConfigError(f"--output {folder} holds another checkpoint, not one that this command made with the same "
+                          "options; give another --output, or remove the folder")
 
 
 def choose_head(draft: PublicDraft, target: Target, brought: OwnHead | None, wanted: str | None) -> str:

@@ -212,6 +212,21 @@ def test_a_speculator_of_ours_is_replaced(arguments, target, tmp_path):
     assert load_checkpoint(tmp_path / "again", target.spec).speculator.rank == 10
 
 
+def test_a_checkpoint_of_another_origin_is_not_overwritten(arguments, tmp_path, capsys):
+    """Nor the draft itself; the same conversion may be run again."""
+    run(arguments)
+    before = (tmp_path / "converted/specvocab.json").read_bytes()
+    for draft, rank, message in ((arguments[0], "10", "holds another checkpoint"),
+                                 (str(tmp_path / "a/../converted"), "24", "is the draft that is to be converted")):
+        with pytest.raises(SystemExit):
+            run([draft, *arguments[1:]], rank=rank)
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert message in error and "give another --output" in error
+    assert (tmp_path / "converted/specvocab.json").read_bytes() == before
+    for _ in range(2):
+        run([*arguments, "--feature-layers", "1", "3", "6"], output=str(tmp_path / "other"))
+
+
 def test_without_prompts_the_target_invents_them(arguments, target, tmp_path):
     arguments = arguments[:-2]
     run(arguments, **{"num-prompts": "60", "max-new-tokens": "40"})
