@@ -23,9 +23,9 @@ from pathlib import Path
 
 from specvocab_model.config import ConfigError, TargetConfig
 from specvocab_model.files import follow_umask, sha256
-from specvocab_model.target_files import cached_folder, resolve_model, target_cache_dir, weight_files
+from specvocab_model.target_files import IN_A_WHEEL, cached_folder, resolve_model, target_cache_dir, weight_files
 
-DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEFAULT_TARGET = IN_A_WHEEL
 WORK_PREFIX = ".fetch-"
 
 

@@ -25,6 +25,7 @@ HUB_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # beside the weights
 INDEX_FILE = "model.safetensors.index.json"
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
               "special_tokens_map.json", "added_tokens.json")
+IN_A_WHEEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # scripts/fetch_target.py can bring it without the hub
 FETCH_AGAIN = "bring the target here again"
 
 
@@ -73,10 +74,11 @@ def _hub_folder(config: TargetConfig) -> Path:
             return Path(download(allow_patterns=weights))
         except Exception as error:  # a connection that breaks off raises httpx's errors, and those of threads
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    raise ConfigError(
-        f"target.model={config.model!r} is no folder, is not in {target_cache_dir()}, and the hub does not give it "
-        f"({reason}); fetch it with `python scripts/fetch_target.py {config.model}`, or name a folder that holds it"
-    )
+    fix = "bring it here by other means, and give its folder: target.model=FOLDER"
+    if config.model == IN_A_WHEEL:
+        fix = f"fetch it with `python scripts/fetch_target.py {config.model}`, or give target.model=FOLDER"
+    raise ConfigError(f"target.model={config.model!r} is no folder, is not in {target_cache_dir()}, and the hub does "
+                      f"not give it ({reason}); {fix}")
 
 
 def _hub_answers(model: str) -> bool:

@@ -111,11 +111,16 @@ def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("offline", [True, False])
-def test_a_target_that_is_nowhere_names_the_command(no_hub, monkeypatch, offline: bool) -> None:
+@pytest.mark.parametrize(("name", "fix"), [
+    ("owner/name", "give its folder: target.model=FOLDER"),  # the hub would not give it to fetch_target.py either
+    ("HuggingFaceTB/SmolLM2-135M-Instruct", "python scripts/fetch_target.py HuggingFaceTB/SmolLM2-135M-Instruct"),
+])
+def test_a_target_that_is_nowhere_names_what_to_do(no_hub, monkeypatch, offline: bool, name: str, fix: str) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    with pytest.raises(ConfigError, match=r"owner/name.*python scripts/fetch_target.py owner/name") as caught:
-        resolve_model(TargetConfig(model="owner/name"))
+    with pytest.raises(ConfigError, match=f"{name}.*{fix}") as caught:
+        resolve_model(TargetConfig(model=name))
     assert "\n" not in str(caught.value)
+    assert ("fetch_target" in str(caught.value)) == (name != "owner/name")
 
 
 @pytest.mark.parametrize("answer", [None, b"", b"what?\r\n\r\n"], ids=["reset", "closed", "no HTTP"])
@@ -160,7 +165,7 @@ def test_the_hubs_own_cache_is_used_without_the_hub(no_hub, tmp_path: Path) -> N
     (repository / "refs" / "main").write_text(commit)
     assert resolve_model(TargetConfig(model="owner/name")) == snapshot
     (snapshot / "model.safetensors").unlink()  # only the tokenizer had been downloaded
-    with pytest.raises(ConfigError, match="fetch_target"):
+    with pytest.raises(ConfigError, match="the hub does not give it"):
         resolve_model(TargetConfig(model="owner/name"))
 
 
