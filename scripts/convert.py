@@ -65,23 +65,28 @@ def build_parser() -> argparse.ArgumentParser:
     target = parser.add_argument_group("target")
     target.add_argument("--target", required=True, help="hub id or folder")
     target.add_argument("--gguf-file", help="GGUF file in that folder")
-    target.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="the target's type, and the stored draft's")
-    target.add_argument("--attn-implementation", default="sdpa")
+    target.add_argument("--dtype", choices=DTYPES, default="bfloat16",
+                        help="the target's type, and the stored draft's (default: %(default)s)")
+    target.add_argument("--attn-implementation", default="sdpa", help="(default: %(default)s)")
     target.add_argument("--chat-template-kwargs", type=json_object, default={}, metavar="JSON",
                         help="""variables of the chat template, e.g. '{"enable_thinking": false}'""")
-    target.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    target.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="(default here: %(default)s)")
     parser.add_argument("--feature-layers", type=int, nargs=3, metavar="LAYER", help="""what a public draft reads, where
                         its config.json does not say so: indices into the target's hidden_states""")
     parser.add_argument("--lm-head", choices=conversion.LM_HEADS, help="in the place of a head that the draft brings; "
                         "by default target for a reduced one, own for a full one")
     text = parser.add_argument_group("text")
     text.add_argument("--prompts", help="jsonl of messages, prompt or turns; by default the target invents its prompts")
-    text.add_argument("--num-prompts", type=positive, default=100, help="how many are read or invented at most")
-    text.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")
-    text.add_argument("--seed", type=seed, default=0, help="of the invented prompts; answers are greedy")
+    text.add_argument("--num-prompts", type=positive, default=100, 
+                      help="how many are read or invented at most (default: %(default)s)")
+    text.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer (default: %(default)s)")
+    text.add_argument("--seed", type=seed, default=0, 
+                      help="of the invented prompts; answers are greedy (default: %(default)s)")
     speculator = parser.add_argument_group("speculator")
     speculator.add_argument("--rank", type=positive, help="by default hidden_size / 8")
-    speculator.add_argument("--selection", choices=SELECTIONS, default="tile", help="the best of every tile, or of all")
+    speculator.add_argument("--selection", choices=SELECTIONS, default="tile",
+                            help="the best of every tile, or of all (default: %(default)s)")
     speculator.add_argument("--num-candidates", type=int, help="by default 2048; of tiles at least so many")
     speculator.add_argument("--tile", type=int, help="ids of a tile, a power of two, in the place of --num-candidates")
     speculator.add_argument("--keep", type=int, help="candidates of a tile")
@@ -147,15 +152,16 @@ def convert(options: argparse.Namespace) -> Coverage:
           f"calibrated on {num_states} positions; on the {states.num_valid} others they hold\n"
           f"  {recall.target_top1:.2%} of the target's most probable tokens\n"
           f"  {recall.draft_top1:.2%} of the full-vocabulary draft's most probable tokens")
-    cost = None
+    shares: dict[str, Any] = {"num_positions": states.num_valid, "target_top1": recall.target_top1,
+                              "draft_top1": recall.draft_top1}
     if options.quantization is not None:
         exact.quantize(options.quantization)
-        cost = quantization_cost(states, lm_head, before=speculator, after=exact)
-        print(describe_cost(cost, "of these positions"))
+        shares = quantization_cost(states, lm_head, before=speculator, after=exact)
+        print(describe_cost(shares, "of these positions"))
         model.speculator = exact
 
-    shares = {"target_top1": recall.target_top1, "draft_top1": recall.draft_top1, "num_positions": states.num_valid}
-    provenance = Provenance(metrics={"candidate_recall": shares, "top1_agreement": right}, candidate_recall=cost,
+    shares["measured_on"] = f"the target's answers to {options.prompts or 'prompts of its own'}, held out"
+    provenance = Provenance(metrics={"top1_agreement": right}, candidate_recall=shares,
                             config={"convert": vars(options)})
     save_checkpoint(options.output, model, target.spec, provenance, dtype=target.lm_head_weight.dtype)
     print(f"saved to {options.output}")

@@ -128,7 +128,7 @@ def quantize(model: SpecVocabDraft, precision: str, config: Config) -> dict[str,
                                   num_tokens=RECALL_TOKENS)
     cost = quantization_cost(states, model.lm_head_weight(target), before=trained.speculator, after=model.speculator)
     print(describe_cost(cost, f"positions of {path}"))
-    return cost
+    return cost | {"measured_on": f"the validation data {path}"}
 
 
 def check_run(training: dict[str, Any], config: Config, spec: TargetSpec) -> None:

@@ -71,7 +71,8 @@ class Provenance:
     data_manifest_sha256: str | None = None
     git_commit: str | None = None
     config: dict[str, Any] | None = None
-    candidate_recall: dict[str, Any] | None = None  # before and after vocab_proj was rounded to 8 bits
+    # Shares and what they were measured on; where vocab_proj was rounded to 8 bits, before and after that.
+    candidate_recall: dict[str, Any] | None = None
     tuning: dict[str, Any] | None = None  # what scripts/tune_head.py expects of this head
 
     @classmethod

@@ -28,7 +28,7 @@ tags: [speculative-decoding, eagle3]
 A draft model for speculative decoding with `{target['name']}`: one EAGLE-3 decoder layer and {head}.
 The target verifies every token, so its output does not change; it only takes fewer forward passes.
 
-{_measurements(record['evaluation'])}{_rounding(record.get('candidate_recall'))}
+{_measurements(record['evaluation'])}{_recall(record.get('candidate_recall'))}
 ## Use
 
 ```python
@@ -42,15 +42,18 @@ fits this target only (fingerprint `{target['fingerprint'][:12]}`). `specvocab.j
 """
 
 
-def _rounding(cost: dict[str, Any] | None) -> str:
-    """What 8 bits cost, of ``draft_states.quantization_cost``."""
-    if cost is None:
+def _recall(recall: dict[str, Any] | None) -> str:
+    """``Provenance.candidate_recall``; what 8 bits cost is of ``draft_states.quantization_cost``."""
+    if recall is None:
         return ""
-    before, after = cost["before"], cost["after"]
-    return (f"\nRounding `vocab_proj` to {cost['quantization']} changed the candidate recall over "
-            f"{cost['num_positions']} validation positions from {before['target_top1']:.2%} to "
-            f"{after['target_top1']:.2%} of the target's and from {before['draft_top1']:.2%} to "
-            f"{after['draft_top1']:.2%} of the full draft's most probable tokens.\n")
+    where = f"{recall['num_positions']} positions of {recall.get('measured_on', 'the validation data')}"  # older: none
+    if "before" not in recall:
+        return (f"\nOn {where}, the candidates hold {recall['target_top1']:.2%} of the target's and "
+                f"{recall['draft_top1']:.2%} of the full draft's most probable tokens.\n")
+    before, after = recall["before"], recall["after"]
+    return (f"\nRounding `vocab_proj` to {recall['quantization']} changed the candidate recall over {where} from "
+            f"{before['target_top1']:.2%} to {after['target_top1']:.2%} of the target's and from "
+            f"{before['draft_top1']:.2%} to {after['draft_top1']:.2%} of the full draft's most probable tokens.\n")
 
 
 def _measurements(evaluation: dict[str, Any] | None) -> str:

@@ -70,13 +70,16 @@ def test_the_draft_stays_and_gains_a_calibrated_speculator(arguments, draft, tar
     torch.testing.assert_close(basis @ basis.T, torch.eye(24), atol=1e-5, rtol=0)
     torch.testing.assert_close(after.speculator.vocab_proj.weight, target.lm_head_weight @ basis.T)
 
-    recall = json.loads((tmp_path / "converted/specvocab.json").read_text())["metrics"]["candidate_recall"]
+    recall = json.loads((tmp_path / "converted/specvocab.json").read_text())["candidate_recall"]
     chance = 60 / target.spec.vocab_size
     assert recall["draft_top1"] > 3 * chance  # half the rank is left of 48; an unrelated choice would hit at chance
     printed = capsys.readouterr().out
     assert "rank 24, 60 candidates of 277 tokens" in printed
     assert f"{recall['target_top1']:.2%} of the target's" in printed
     assert f"{recall['draft_top1']:.2%} of the full-vocabulary draft's" in printed
+    card = (tmp_path / "converted/README.md").read_text()
+    assert (f"On {recall['num_positions']} positions of the target's answers to {tmp_path}/prompts.jsonl, held out, "
+            f"the candidates hold {recall['target_top1']:.2%} of the target's") in card
 
 
 KEPT = VocabMap.from_ids(range(5, 277, 4), 277)
@@ -189,10 +192,8 @@ def test_an_8_bit_speculator_and_what_it_costs(precision, arguments, target, tmp
     assert (after.quantization, after.vocab_proj.weight.element_size()) == (precision, 1)
     record = json.loads((tmp_path / "converted/specvocab.json").read_text())
     cost = record["candidate_recall"]
-    shares = record["metrics"]["candidate_recall"]
-    assert cost["quantization"] == precision and cost["num_positions"] == shares["num_positions"]
-    assert cost["before"]["target_top1"] == shares["target_top1"]
-    assert abs(cost["after"]["draft_top1"] - shares["draft_top1"]) < 0.1
+    assert cost["quantization"] == precision and cost["num_positions"] > 3
+    assert abs(cost["after"]["draft_top1"] - cost["before"]["draft_top1"]) < 0.1
     assert (f"{cost['before']['target_top1']:.2%} -> {cost['after']['target_top1']:.2%} of the target's"
             in capsys.readouterr().out)
 
