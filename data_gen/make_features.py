@@ -46,8 +46,8 @@ def make_features(config: Config, state: PartialState) -> None:
     state.wait_for_everyone()
     if missing and state.is_main_process:
         seconds = time.monotonic() - start
-        print(f"features: {num_bytes / GIB:.2f} GiB written in {seconds:.0f} s, {num_bytes / seconds / 1e9:.2f} "
-              f"GB/s, in {config.data.features_path}", flush=True)
+        print(f"features: {num_bytes / GIB:.2f} GiB written in {seconds:.0f} s, {num_bytes / seconds / 1e6:.1f} "
+              f"MB/s, in {config.data.features_path}", flush=True)
     for store in stores.values():
         store.check()
 

@@ -140,7 +140,8 @@ def convert(options: argparse.Namespace) -> Coverage:
     exact = copy.deepcopy(model.speculator)
     place_draft(model, target)
     assert model.speculator is not None and exact is not None
-    states = collect_draft_states(target, model, held_out_rows, num_steps=1, num_tokens=num_states)
+    num_held_out = sum(sum(row["loss_mask"]) for row in held_out_rows)
+    states = collect_draft_states(target, model, held_out_rows, num_steps=1, num_tokens=num_held_out)
     right = {name: conversion.agreement(states, target, head) for name, head in heads.items()}
     if brought is not None and not brought.is_full:
         right["reduced"] = conversion.agreement(states, target, brought)

@@ -79,8 +79,10 @@ def collect_draft_states(
             if len(plan.rows.teacher):
                 parts.append(_unrolled(target, model, input_ids, plan, num_positions))
                 num_positions += input_ids.shape[1]
+                progress.update(min(left, len(plan.rows.teacher)))
                 left -= len(plan.rows.teacher)
-                progress.update(len(plan.rows.teacher))
+        progress.total = progress.n  # the rows may hold less than was asked for
+        progress.refresh()
     if not parts:
         raise ValueError("no document has a supervised token after its second one; give other data")
     return _join(parts, num_positions)

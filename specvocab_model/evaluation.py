@@ -20,6 +20,7 @@ from specvocab_model.heads import FullHead, Head
 from specvocab_model.target import Target
 
 WARM_UP_TOKENS = 8
+IN_THE_BAR = ("full", "speculative", "static")  # whose τ the progress bar has room for
 RECALL_ROWS = 128  # positions whose full-vocabulary logits exist at one time
 
 
@@ -268,7 +269,8 @@ def evaluate(
                                      output=output, seconds=seconds, num_baseline_tokens=len(reference.sequences),
                                      baseline_seconds=baseline_seconds, recall=recalled, difference=difference))
                 answers.append(str(target.tokenizer.decode(reference.sequences, skip_special_tokens=True)))
-                progress.set_postfix({f"tau {name}": f"{m.tau:.2f}" for name, m in evaluation.variants.items()})
+                shown = [name for name in IN_THE_BAR if name in variants] or list(variants)[:1]
+                progress.set_postfix({f"tau {name}": f"{evaluation.variants[name].tau:.2f}" for name in shown})
                 progress.update()
     return evaluation
 

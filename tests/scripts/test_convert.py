@@ -234,7 +234,7 @@ def test_without_prompts_the_target_invents_them(arguments, target, tmp_path):
     assert load_checkpoint(tmp_path / "converted", target.spec).speculator is not None
 
 
-def test_recall_is_taken_where_the_draft_predicts_the_answer(draft, target):
+def test_recall_is_taken_where_the_draft_predicts_the_answer(draft, target, capsys):
     """The judged states against the training-time unroll, the counts against a loop."""
     model = load_checkpoint(draft)
     target = Target(target.spec, target.model, target.tokenizer, feature_layers=model.architecture.feature_layers)
@@ -250,6 +250,7 @@ def test_recall_is_taken_where_the_draft_predicts_the_answer(draft, target):
         embeds = target.embed(input_ids)
         drafted = model.draft.unroll(features, embeds, positions, torch.zeros_like(positions), 1)[0, 0, 4:12]
     states = collect_draft_states(target, model, [row, row], num_steps=1, num_tokens=100)
+    assert " 16/16 " in capsys.readouterr().err  # the progress bar, which does not know before how many there are
     torch.testing.assert_close(states.hidden[0], torch.cat([drafted, drafted]))
     expected_ids = (hidden_states[-1][0, 5:13] @ target.lm_head_weight.T).argmax(-1).tolist()
     assert states.target_ids.tolist() == 2 * expected_ids

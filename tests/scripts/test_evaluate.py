@@ -52,9 +52,11 @@ def export(config: Config) -> None:
     save_checkpoint(Path(config.output_dir, "export"), model, spec, Provenance())
 
 
-def test_spec_bench_from_checkpoint_to_table(config: Config):
+def test_spec_bench_from_checkpoint_to_table(config: Config, capsys: pytest.CaptureFixture[str]):
     export(config)
     result = evaluate.run(config)
+    progress = capsys.readouterr().err
+    assert "tau full=" in progress and "tau speculative=" in progress and "tau untrained=" not in progress
     assert json.loads(Path(config.output_dir, "evaluation.json").read_text()) == result
     assert list(result["tau"]) == ["untrained", "full", "speculative"]
     assert set(result["details"]["full"]["tau_per_category"]) == {"writing", "coding"}

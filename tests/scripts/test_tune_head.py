@@ -163,7 +163,7 @@ def test_recall_table(draft, arguments, target, tmp_path, monkeypatch, capsys):
     assert by_rule["6", "exact top 8"][0] == pytest.approx(hits, abs=6e-5)
 
 
-def test_states_simulate_the_same_tau_as_training(target, checkpoint):
+def test_states_simulate_the_same_tau_as_training(target, checkpoint, capsys):
     """Chains followed one by one from every start position."""
     model = load_checkpoint(checkpoint)
     rows = [{"input_ids": ids.tolist(), "loss_mask": [0] * 6 + [1] * 8}
@@ -183,7 +183,9 @@ def test_states_simulate_the_same_tau_as_training(target, checkpoint):
             survived += 1
     assert states.simulated_tau() == 1 + survived / starts
     assert states.num_valid == len(at) == 4 * 2 * 8
+    capsys.readouterr()
     limited = collect_draft_states(target, model, rows, num_steps=2, num_tokens=9)
+    assert " 9/9 " in capsys.readouterr().err
     assert len(limited.target_ids) == 16  # whole documents
 
 
