@@ -31,10 +31,19 @@ The target verifies every token, so its output does not change; it only takes fe
 {_measurements(record['evaluation'])}{_recall(record.get('candidate_recall'))}
 ## Use
 
-```python
-from specvocab_model.draft import SpecVocabDraft
+In transformers' `generate`, where the package specvocab is installed (`trust_remote_code` runs the two lines of
+`custom_generate/generate.py`, which import it):
 
-draft = SpecVocabDraft.from_pretrained("path/to/this/folder")
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "path/to/this/folder"
+tokenizer = AutoTokenizer.from_pretrained("{target['name']}")
+model = AutoModelForCausalLM.from_pretrained("{target['name']}", dtype="auto")
+question = [{{"role": "user", "content": "What is speculative decoding?"}}]
+inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+output = model.generate(**inputs, custom_generate=folder, draft=folder, trust_remote_code=True, max_new_tokens=256)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
 ```
 
 `config.json` and `model.safetensors` are a stock {whole}EAGLE-3 draft, which engines load as it is. The draft

@@ -539,7 +539,9 @@ def test_provenance_and_evaluation_are_recorded(folder):
     assert (record["step"], record["metrics"], record["git_commit"], record["config"]) == (
         12, {"loss": 2.5}, "c0ffee", {"seed": 0}
     )
-    assert "Not evaluated yet" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "Not evaluated yet" in card and 'AutoModelForCausalLM.from_pretrained("some/target"' in card
+    compile(card.split("```python")[1].split("```")[0], "README.md", "exec")
     evaluation = {
         "tau": {"speculative": 1.875}, "tokens_per_second": {"autoregressive": 10.0, "speculative": 18.5},
         "candidate_recall": {"target_top1": 0.995, "draft_top1": 1.0, "num_positions": 200}, "lossless": True,
