@@ -20,6 +20,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,7 +71,8 @@ def _be_python(
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
         traceback.print_exc()
-    finally:
+    finally:  # as the interpreter ends: threads that are no daemons are waited for
+        threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(code)

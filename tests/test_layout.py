@@ -132,6 +132,33 @@ print(len(operations), specvocab_kernels.gather_dot(hidden, weight, torch.tensor
     assert result.strip() == "[[4.0], [4.0]]"
 
 
+def test_every_command_starts_in_a_new_interpreter() -> None:
+    """Other tests call or fork most of them in a process that has imported everything and has the root on sys.path."""
+    commands = [*sorted((ROOT / "scripts").glob("*.py")), ROOT / "train" / "main.py", ROOT / "data_gen" / "main.py"]
+    assert len(commands) > 15
+    code = """
+import os, runpy, sys
+import torch, transformers  # once, because they take seconds; each command imports the rest itself
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+for command in sys.argv[1:]:
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        print(f"{command} {os.waitstatus_to_exitcode(status)}", flush=True)
+        continue
+    sys.path[0] = os.path.dirname(command)
+    by_hydra = "hydra_main" in open(command).read()
+    sys.argv = [command, "--version" if by_hydra else "--help"]  # Hydra composes before it helps
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    code = "it went on"
+    try:
+        runpy.run_path(command, run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code
+    os._exit(code not in (0, None))  # quickly; an exception has the interpreter exit with 1
+"""
+    assert run_python(code, *map(str, commands)).splitlines() == [f"{command} 0" for command in commands]
+
+
 # ---- the direction of imports ----
 
 
