@@ -3,7 +3,8 @@
     python scripts/pipeline.py +experiment=quickstart [any Hydra overrides]
 
 Each stage is the command that a user would type, started as a process of its own with the same overrides. A stage that
-has finished with the same settings is skipped; one that was stopped anywhere is started again and resumes by itself.
+has finished with the same settings is skipped, as long as its result is still there and no other is in its place; one
+that was stopped anywhere is started again and resumes by itself.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from typing import Any, NoReturn
 from data_gen.shards import MANIFEST_FILE, read_manifest
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError, TargetConfig
-from specvocab_model.files import read_json, require_fields
+from specvocab_model.export import PARTS, PROVENANCE_FILE
+from specvocab_model.files import read_json, require_fields, sha256
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 HEARTBEAT_S = 2.0  # how much of a stage's time a kill can lose
 GRACE_S = 30.0  # for a stage to end after it was told to
 FORGET_IT = "remove it: its stages are started again, and go on where they were"
+FINISHED = "finished before"
+CHANGED = "its result is gone, or another is in its place; made again"
 GOES_ON = "; the same command goes on from here"
 ENVIRONMENT = {
     "GOMP_SPINCOUNT": "2000",  # see scripts/environment.sh
@@ -47,8 +51,12 @@ class Stage:
     name: str
     script: str
     settings: dict[str, Any]  # everything its result depends on beside the stages before it
-    result: Path  # exists once the stage has finished
+    results: tuple[Path, ...]  # files that exist once it has finished, and tell its result from any other
     several_ranks: bool = False  # can be started on several devices at once
+
+    def digest(self) -> str | None:
+        """Of its result; ``None`` where that is not whole."""
+        return _hash([sha256(path) for path in self.results]) if all(map(Path.is_file, self.results)) else None
 
 
 @hydra_main
@@ -63,10 +71,11 @@ def main(config: Config) -> None:
         fingerprint = ""
         for number, stage in enumerate(stages, start=1):
             fingerprint = _hash([fingerprint, stage.settings])
-            finished = record.is_finished(stage, fingerprint)
-            print(f"[{number}/{len(stages)}] {stage.name}{': finished before' if finished else ''}", flush=True)
-            if not finished:
+            standing = record.standing(stage, fingerprint)
+            print(f"[{number}/{len(stages)}] {stage.name}{standing and ': '}{standing}", flush=True)
+            if standing != FINISHED:
                 run(stage, fingerprint, config, record, lock)
+            fingerprint = _hash([fingerprint, record.stages[stage.name]["result"]])
         results = collect(config, record.seconds())
         write_json(output / "results.json", results)
     print(table(results, output))
@@ -97,6 +106,7 @@ def plan(config: Config) -> list[Stage]:
                           "one by one")
     nodes = asdict(config)
     output = Path(config.output_dir)
+    export = output / "export"
     prompts = [_file_hash("generation.prompt_files", name) for name in config.generation.prompt_files]
     prompts += [_source_hash(source.path) for source in config.generation.sources]
     return [
@@ -105,7 +115,7 @@ def plan(config: Config) -> list[Stage]:
             script="data_gen/main.py",
             settings={"prompts": prompts, "folders": [config.data.train_path, config.data.validation_path]}
             | {key: nodes[key] for key in ("seed", "target", "generation")},
-            result=Path(config.data.train_path, MANIFEST_FILE),
+            results=(Path(config.data.train_path, MANIFEST_FILE),),
             several_ranks=True,
         ),
         Stage(
@@ -113,20 +123,20 @@ def plan(config: Config) -> list[Stage]:
             script="train/main.py",
             settings={key: nodes[key] for key in ("draft", "data", "trainer", "optim", "distributed")}
             | {"head": {key: value for key, value in nodes["head"].items() if key != "quantization"}},
-            result=output / "final" / "training.json",
+            results=(output / "final" / "training.json",),  # has the weights' digest
             several_ranks=True,
         ),
         Stage(
             name="export",
             script="scripts/export.py",
-            settings={"quantization": config.head.quantization},
-            result=output / "export" / "config.json",
+            settings={"quantization": config.head.quantization, "export": nodes["export"]},
+            results=tuple(export / part for part in PARTS),
         ),
         Stage(
             name="evaluate",
             script="scripts/evaluate.py",
             settings={"prompts": _file_hash("eval.prompts", config.eval.prompts), "eval": nodes["eval"]},
-            result=output / "evaluation.json",
+            results=(output / "evaluation.json", export / PROVENANCE_FILE),  # which it adds its figures to
         ),
     ]
 
@@ -142,9 +152,13 @@ class Record:
         for stage in self.stages.values():
             require_fields(stage, {"fingerprint": str, "finished": bool, "seconds": float}, path, FORGET_IT)
 
-    def is_finished(self, stage: Stage, fingerprint: str) -> bool:
+    def standing(self, stage: Stage, fingerprint: str) -> str:
+        """``FINISHED``, ``CHANGED``, or nothing for a stage that has not finished with these settings."""
         entry = self.stages.get(stage.name, {})
-        return entry.get("fingerprint") == fingerprint and entry["finished"] and stage.result.exists()
+        if entry.get("fingerprint") != fingerprint or not entry["finished"]:
+            return ""
+        result = stage.digest()
+        return FINISHED if result is not None and result == entry.get("result") else CHANGED  # older ones have none
 
     def seconds(self) -> dict[str, float]:
         """Wall-clock seconds of each stage, over all its starts with the present settings."""
@@ -154,13 +168,13 @@ class Record:
         """Note that the stage runs; returns the seconds it has had before."""
         entry = self.stages.get(stage.name, {})
         resumed = entry.get("fingerprint") == fingerprint and not entry["finished"]
-        self.stages[stage.name] = {"fingerprint": fingerprint, "finished": False,
+        self.stages[stage.name] = {"fingerprint": fingerprint, "finished": False, "result": None,
                                    "seconds": entry["seconds"] if resumed else 0.0}
         self._save()
         return self.stages[stage.name]["seconds"]
 
     def update(self, stage: Stage, *, seconds: float, finished: bool) -> None:
-        self.stages[stage.name].update(seconds=seconds, finished=finished)
+        self.stages[stage.name].update(seconds=seconds, finished=finished, result=stage.digest() if finished else None)
         self._save()
 
     def _save(self) -> None:

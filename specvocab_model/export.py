@@ -59,6 +59,7 @@ from specvocab_model.vocab import VocabMap
 
 DRAFT_FILE = "model.safetensors"
 PROVENANCE_FILE = "specvocab.json"
+PARTS = ("config.json", DRAFT_FILE, f"{SPECULATOR_FOLDER}/config.json", SPECULATOR_FILE)  # tell a draft from another
 GENERATE_FILE = "custom_generate/generate.py"
 
 

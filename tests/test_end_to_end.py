@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from data_gen.shards import read_manifest
+from scripts.pipeline import CHANGED
 from specvocab_model.config import TargetConfig
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.target import load_spec
@@ -121,6 +122,22 @@ def test_second_run_does_nothing_again(workplace, whole):
     assert stages_finished_before(out) == ["generate", "train", "export", "evaluate"]
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*.safetensors")} == before
     assert (output / "results.json").read_text() == results
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_replaced_checkpoint_is_exported_and_evaluated_anew(workplace, whole):
+    """By other weights in the same place, as scripts/convert.py and another export.py write them."""
+    output, _ = whole
+    weights = output / "export/vocabulary_speculator/model.safetensors"
+    exported = weights.read_bytes()
+    tensors = load_file(weights)
+    weights.unlink()  # load_file has it mapped
+    save_file({name: tensor.flip(0).contiguous() for name, tensor in tensors.items()}, weights)
+    out = finish(pipeline(workplace, "whole"))
+    assert stages_finished_before(out) == ["generate", "train"] and f"export: {CHANGED}" in out
+    assert weights.read_bytes() == exported
+    record = json.loads((output / "export/specvocab.json").read_text())
+    assert record["evaluation"] == json.loads((output / "evaluation.json").read_text())
 
 
 @pytest.mark.usefixtures("forked")

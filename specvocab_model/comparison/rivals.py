@@ -18,11 +18,10 @@ from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.draft_states import DraftStates
 from specvocab_model.evaluation import Variant
-from specvocab_model.export import DRAFT_FILE, load_checkpoint
+from specvocab_model.export import PARTS, load_checkpoint
 from specvocab_model.files import sha256
 from specvocab_model.heads import ClusterRouter, Head, LowRankHead, SpeculativeHead, StaticHead, build_head
 from specvocab_model.speculator import VocabSpeculator, build_selection
-from specvocab_model.speculator_files import SPECULATOR_FILE, SPECULATOR_FOLDER
 from specvocab_model.target import Target, TargetSpec
 from specvocab_model.tuning.choices import LowerRanks
 from specvocab_model.vocab import VocabMap, most_frequent, special_ids
@@ -134,8 +133,7 @@ def _trained(folders: Iterable[str], model: SpecVocabDraft) -> list[Rival]:
 
 def parts_digests(folder: Path) -> list[str]:
     """What tells one exported draft from another: its weights, its shape, and how it selects candidates."""
-    parts = ("config.json", DRAFT_FILE, f"{SPECULATOR_FOLDER}/config.json", SPECULATOR_FILE)
-    return [sha256(folder / part) for part in parts if (folder / part).is_file()]
+    return [sha256(folder / part) for part in PARTS if (folder / part).is_file()]
 
 
 def _selection(model: SpecVocabDraft, num_candidates: int) -> Selection:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from scripts.pipeline import Record, Stage, command, exclusive, main, needs_fetch, plan, run, table
+from scripts.pipeline import CHANGED, FINISHED, Record, Stage, command, exclusive, main, needs_fetch, plan, run, table
 from specvocab_model.config import CONFIG_DIR, Config, ConfigError, parse_config, register_schemas
 
 REPOSITORY = Path(CONFIG_DIR).parent
@@ -29,7 +29,7 @@ def quickstart(*overrides: str) -> Config:
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Stage:
-    return Stage(name="train", script=str(tmp_path / "stage.py"), settings={}, result=tmp_path / "result")
+    return Stage(name="train", script=str(tmp_path / "stage.py"), settings={}, results=(tmp_path / "result",))
 
 
 def write(stage: Stage, program: str) -> None:
@@ -43,6 +43,7 @@ def write(stage: Stage, program: str) -> None:
     ("data.seq_len=7", "train"),
     ("head.num_candidates=7", "train"),
     ("head.quantization=fp8", "export"),
+    ("export.own_lm_head=true", "export"),
     ("optim.lr=7", "train"),
     ("draft.num_unroll_steps=5", "train"),
     ("distributed=zero2", "train"),
@@ -133,15 +134,18 @@ def test_a_strategy_of_several_ranks_goes_through_accelerate(monkeypatch):
 
 
 def test_a_stage_is_finished_only_with_the_same_settings_and_its_result(stage, tmp_path):
-    write(stage, f"open({str(stage.result)!r}, 'w')")
+    (result,) = stage.results
+    write(stage, f"open({str(result)!r}, 'w')")
     record = Record(tmp_path / "record.json")
-    assert not record.is_finished(stage, "a")
+    assert not record.standing(stage, "a")
     run(stage, "a", quickstart(), record, os.open(tmp_path, os.O_RDONLY))
     record = Record(tmp_path / "record.json")  # as the next start reads it
-    assert record.is_finished(stage, "a")
-    assert not record.is_finished(stage, "b")
-    stage.result.unlink()
-    assert not record.is_finished(stage, "a")
+    assert record.standing(stage, "a") == FINISHED
+    assert not record.standing(stage, "b")
+    result.write_text("of another command")
+    assert record.standing(stage, "a") == CHANGED
+    result.unlink()
+    assert record.standing(stage, "a") == CHANGED
 
 
 def test_seconds_add_up_over_restarts_and_start_anew_with_other_settings(stage, tmp_path):
@@ -175,7 +179,7 @@ def test_a_failed_stage_stops_the_pipeline_with_its_code(program, code, message,
         run(stage, "a", quickstart(), record, os.open(tmp_path, os.O_RDONLY))
     assert stop.value.code == code
     assert capsys.readouterr().err == message + "\n"
-    assert not record.is_finished(stage, "a")
+    assert not record.standing(stage, "a")
 
 
 WAITING_STAGE = """
@@ -186,12 +190,12 @@ time.sleep(60)
 PIPELINE_OF_ONE_STAGE = """
 import signal, sys
 from pathlib import Path
-from scripts.pipeline import Record, Stage, _terminate, exclusive, run
+from scripts.pipeline import CHANGED, FINISHED, Record, Stage, _terminate, exclusive, run
 from tests.scripts.test_pipeline import quickstart
 
 signal.signal(signal.SIGTERM, _terminate)
 folder = Path({folder!r})
-stage = Stage(name="train", script={script!r}, settings={{}}, result=folder / "result")
+stage = Stage(name="train", script={script!r}, settings={{}}, results=(folder / "result",))
 config = quickstart()
 sys.argv = sys.argv[:1]
 with exclusive(folder / "lock") as lock:
