@@ -156,9 +156,8 @@ def test_copies_of_the_targets_weights_are_left_out(arguments, draft, target, tm
     run(arguments)
     assert load_checkpoint(tmp_path / "converted", target.spec).own_head is None
     assert "a head of its own" not in capsys.readouterr().out
-    run_refused = [*arguments, "--lm-head", "own"]
     with pytest.raises(SystemExit):
-        run(run_refused)
+        run([*arguments, "--lm-head", "own"], output=str(tmp_path / "refused"))
     assert "--lm-head own: the draft brings no head but the target's" in capsys.readouterr().err
 
 
