@@ -26,6 +26,8 @@ from tests.data_gen.servers.faulty_proxy import ANSWERS, BREAKAGES, FaultyProxy,
 from tests.tiny import EOS_IDS, PAD_ID, TOKENIZER_LENGTH, random_model, save_target, tiny_target_config
 
 VLLM = os.environ.get("SPECVOCAB_TEST_VLLM") or shutil.which("vllm")
+SGLANG = os.environ.get("SPECVOCAB_TEST_SGLANG")
+SGLANG_STUBS = Path(__file__).parents[1] / "serving/stubs"  # for kernels that need a GPU
 TRANSFORMERS = os.environ.get("SPECVOCAB_TEST_TRANSFORMERS_SERVE")
 STARTUP_S = 300
 GREEDY = ("generation.magpie_prompts=0", "generation.temperature=0", "generation.max_new_tokens=12")
@@ -118,20 +120,35 @@ def openai_engine(target: Target, url: str, model: str) -> OpenAIEngine:
     return OpenAIEngine([url], model=model, spec=target.spec, tokenizer=target.tokenizer, min_context=64, reach=reach)
 
 
+def assert_writes_what_the_target_writes(target: Target, url: str) -> None:
+    shared = [37 * place % 256 for place in range(500)]  # two prompts that prefix caching takes for one at first
+    prompts = [[1 + number, 50, 7 * number % 256, 99] for number in range(10)] + [[*shared, 1, 2], [*shared, 3, 4]]
+    engine = openai_engine(target, url, MODEL_NAME)
+    for stops in (EOS_IDS, ()):
+        params = SamplingParams(max_new_tokens=40, stop_token_ids=stops)
+        assert dict(engine.generate(prompts, params, seed=0)) == dict(
+            TransformersEngine(target, batch_tokens=1).generate(prompts, params, seed=0))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(VLLM is None, reason="no `vllm` on the PATH, and SPECVOCAB_TEST_VLLM names none")
 def test_vllm_serve_writes_what_the_target_writes(wide_target):
-    shared = [37 * place % 256 for place in range(500)]  # two prompts that prefix caching takes for one at first
-    prompts = [[1 + number, 50, 7 * number % 256, 99] for number in range(10)] + [[*shared, 1, 2], [*shared, 3, 4]]
     port = free_port()
     command = [VLLM, "serve", wide_target.spec.name, "--served-model-name", MODEL_NAME, "--host", "127.0.0.1",
                "--port", str(port), "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"]
     with program(command, {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}, port) as url:
-        engine = openai_engine(wide_target, url, MODEL_NAME)
-        for stops in (EOS_IDS, ()):
-            params = SamplingParams(max_new_tokens=40, stop_token_ids=stops)
-            assert dict(engine.generate(prompts, params, seed=0)) == dict(
-                TransformersEngine(wide_target, batch_tokens=1).generate(prompts, params, seed=0))
+        assert_writes_what_the_target_writes(wide_target, url)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(SGLANG is None, reason="SPECVOCAB_TEST_SGLANG names no python of .venv-sglang")
+def test_sglang_writes_what_the_target_writes(wide_target):
+    port = free_port()
+    command = [SGLANG, "-m", "sglang.launch_server", "--model-path", wide_target.spec.name, "--served-model-name",
+               MODEL_NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--context-length", "1024",
+               "--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "8192"]
+    with program(command, {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(SGLANG_STUBS)}, port) as url:
+        assert_writes_what_the_target_writes(wide_target, url)
 
 
 @pytest.mark.slow
