@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -36,7 +37,7 @@ from specvocab_model.serving.check import (
     decode,
     problems,
 )
-from specvocab_model.target import Target, load_spec
+from specvocab_model.target import Target, load_spec, resolve_model
 
 QUESTIONS = (
     "Write a short poem about the sea.",
@@ -45,24 +46,36 @@ QUESTIONS = (
     "Write a Python function that tells whether a number is prime.",
 )
 EXIT_DIFFERENT = 1
+MAX_REASON = 500  # characters of an engine's own message
 
 
 def _vllm(options: argparse.Namespace, target: str) -> ServedDraft:
-    if find_spec("vllm") is None:
-        raise ConfigError("--engine vllm needs vLLM in this environment: `pip install specvocab[vllm]`")
-    from specvocab_model.serving.vllm_check import VllmDraft
+    with _installed("vllm", "vLLM"):
+        from specvocab_model.serving.vllm_check import VllmDraft
 
     return VllmDraft(options.checkpoint, target, dtype=options.dtype, num_draft_tokens=options.num_draft_tokens,
                      max_model_len=options.max_model_len)
 
 
 def _sglang(options: argparse.Namespace, target: str) -> ServedDraft:
-    if find_spec("sglang") is None:
-        raise ConfigError("--engine sglang needs SGLang in this environment: `pip install specvocab[sglang]`")
-    from specvocab_model.serving.sglang_check import SGLangDraft
+    with _installed("sglang", "SGLang"):
+        from specvocab_model.serving.sglang_check import SGLangDraft
 
     return SGLangDraft(options.checkpoint, target, dtype=options.dtype, num_draft_tokens=options.num_draft_tokens,
                        max_model_len=options.max_model_len)
+
+
+@contextmanager
+def _installed(engine: str, name: str) -> Iterator[None]:
+    """What is imported in this context needs an engine's own modules, which move between its releases."""
+    if find_spec(engine) is None:
+        raise ConfigError(f"--engine {engine} needs {name} in this environment: `pip install -e '.[{engine}]'` in the "
+                          "checkout of specvocab")
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"the {name} that is installed here is not one that this check can read ({error}); install a "
+                          "version that docs/SERVING.md names") from error
 
 
 ENGINES: dict[str, Callable[[argparse.Namespace, str], ServedDraft]] = {"vllm": _vllm, "sglang": _sglang}
@@ -111,9 +124,11 @@ def check(options: argparse.Namespace) -> list[str]:
     prompts = encode(target, options)
     answer = autoregressive_generate(target, torch.tensor([prompts[0]], device=target.device),
                                      max_new_tokens=options.max_new_tokens).sequences
-    served = ENGINES[options.engine](options, name)
+    with refusals(options.engine):
+        served = ENGINES[options.engine](options, str(resolve_model(target_config)))  # engines do not know our cache
     print(f"{options.checkpoint} in {served.name} with {name} ({options.dtype})")
-    agreement = compare_logits(served, model, target, torch.tensor([prompts[0] + answer], device=target.device))
+    with refusals(served.name):
+        agreement = compare_logits(served, model, target, torch.tensor([prompts[0] + answer], device=target.device))
     print(describe(agreement))
     found = problems(served, model, target.spec, record.get("config"), agreement)
     if options.logits_only:
@@ -124,10 +139,23 @@ def check(options: argparse.Namespace) -> list[str]:
     del target, model
     gc.collect()
     torch.cuda.empty_cache()
-    engine = served.serve(prompts, options.max_new_tokens)
+    with refusals(served.name):
+        engine = served.serve(prompts, options.max_new_tokens)
     print(compare(served.name, engine, own))
     recorded = recorded_tau(record.get("evaluation"), agreement.head, options.num_draft_tokens)
     return found + acceptance_problems(engine, own, recorded)
+
+
+@contextmanager
+def refusals(engine: str) -> Iterator[None]:
+    """Whatever an engine raises, and they raise anything, as one line; its own log says the rest."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{engine} does not serve it: {type(error).__name__}: "
+                          f"{' '.join(str(error).split())[:MAX_REASON]}") from error
 
 
 def read_record(options: argparse.Namespace) -> dict[str, Any]:

@@ -257,7 +257,7 @@ class SpecVocabDraft(nn.Module):
         """Load an exported checkpoint; see ``export.load_checkpoint``."""
         from specvocab_model.export import load_checkpoint  # export builds this class
 
-        return load_checkpoint(folder, target_spec=target_spec)
+        return load_checkpoint(folder, target_spec)
 
     def forward(
         self,

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specvocab_model.config import ConfigError, DraftConfig
 from specvocab_model.draft import DraftArchitecture
-from specvocab_model.target import TargetSpec, default_feature_layers
+from specvocab_model.target import TargetShape, TargetSpec, default_feature_layers
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # Everything that changes the forward pass and has but one value here; null and absent mean that value.
@@ -22,6 +22,12 @@ LOADABLE = {
     "norm_before_fc": False, "fc_norm": False, "use_aux_norm": False, "norm_output": False,
     "quantization_config": None,
 }
+# Where one is absent, readers take a default of their own and compute something else; exports have all of them.
+NEEDED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "max_position_embeddings", "vocab_size", "logit_scale", "final_logit_softcapping",
+    "eagle_aux_hidden_state_layer_ids",
+)
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
          "max_position_embeddings")
 
@@ -111,13 +117,13 @@ def tensor_shapes(
 
 
 def check_served(
-    config: Mapping[str, Any], architecture: DraftArchitecture, target_spec: TargetSpec | None, where: str
+    config: Mapping[str, Any], architecture: DraftArchitecture, target: TargetShape | None, where: str
 ) -> None:
     """See that engines would serve what a ``config.json`` describes, and not something else without a word.
 
     Args:
         config: of a checkpoint in our spelling, and ``architecture`` what it describes.
-        target_spec: the target it is for; without it the context length is not checked.
+        target: it is for; without it the context length is not checked.
 
     Raises:
         ConfigError: one line naming the key and what an engine would make of it.
@@ -129,22 +135,35 @@ def check_served(
         raise ConfigError(f"{where} has tie_word_embeddings=true, for which SGLang takes the embedding in the place of "
                           "the draft's lm_head; set it to false")
     longest = architecture.max_position_embeddings
-    if target_spec is not None and longest < target_spec.max_position_embeddings:
-        raise ConfigError(f"{where} has max_position_embeddings={longest}, but {target_spec.name} is served up to "
-                          f"{target_spec.max_position_embeddings}: past its own end a draft is refused or drafts "
-                          f"nonsense; set it to {target_spec.max_position_embeddings}")
+    if target is not None and longest < target.max_position_embeddings:
+        raise ConfigError(f"{where} has max_position_embeddings={longest}, but {target.name} is served up to "
+                          f"{target.max_position_embeddings}: past its own end a draft is refused or drafts "
+                          f"nonsense; set it to {target.max_position_embeddings}, or serve texts of up to {longest}")
 
 
-def check_target(architecture: DraftArchitecture, target_spec: TargetSpec, where: str) -> None:
+def check_complete(config: Mapping[str, Any], where: str) -> None:
+    """See that a ``config.json`` of ours, in either layout, says everything.
+
+    Raises:
+        ConfigError: naming what it does not say.
+    """
+    said = {**config, **config.get("transformer_layer_config", {})}
+    rope = () if "rope_parameters" in said else ("rope_theta", "rope_scaling")  # transformers 5's spelling, and 4's
+    if missing := [key for key in (*NEEDED, *rope) if key not in said]:
+        raise ConfigError(f"{where} has no {', '.join(missing)}, for which engines would take values of their own; "
+                          "copy or export the whole folder again")
+
+
+def check_target(architecture: DraftArchitecture, target: TargetShape, where: str) -> None:
     """See that a draft can stand on this target.
 
     Raises:
         ConfigError: it is of another size.
     """
     for name in ("hidden_size", "vocab_size"):
-        ours, theirs = getattr(architecture, name), getattr(target_spec, name)
+        ours, theirs = getattr(architecture, name), getattr(target, name)
         if ours != theirs:
-            raise ConfigError(f"{where} has {name}={ours}, but {target_spec.name} has {theirs}; use the target that "
+            raise ConfigError(f"{where} has {name}={ours}, but {target.name} has {theirs}; use the target that "
                               "the draft was trained for")
 
 
@@ -162,7 +181,7 @@ def read_draft_vocab_size(config: Mapping[str, Any], where: str) -> int | None:
 
 
 def read_architecture(
-    config: Mapping[str, Any], where: str, num_unroll_steps: int | None, target_spec: TargetSpec | None
+    config: Mapping[str, Any], where: str, num_unroll_steps: int | None, target: TargetShape | None
 ) -> DraftArchitecture:
     """The draft that a ``config.json`` in our spelling describes; ``draft_vocab_size`` is the head's affair.
 
@@ -170,7 +189,7 @@ def read_architecture(
         config: the parsed file.
         where: what to call it in an error.
         num_unroll_steps: null for a foreign draft, which does not say: EAGLE-3's own number is assumed.
-        target_spec: where the file names no feature layers, EAGLE-3's choice for this target is meant.
+        target: where the file names no feature layers, EAGLE-3's choice for this target is meant.
 
     Raises:
         ConfigError: one line naming the key that this package cannot serve.
@@ -201,7 +220,7 @@ def read_architecture(
         num_key_value_heads=llama.num_key_value_heads,
         head_dim=llama.head_dim,
         vocab_size=llama.vocab_size,
-        feature_layers=_feature_layers(config, where, target_spec),
+        feature_layers=_feature_layers(config, where, target),
         rms_norm_eps=llama.rms_norm_eps,
         rope_parameters=dict(llama.rope_parameters),
         max_position_embeddings=llama.max_position_embeddings,
@@ -210,7 +229,7 @@ def read_architecture(
     )
 
 
-def _feature_layers(config: Mapping[str, Any], where: str, target_spec: TargetSpec | None) -> tuple[int, int, int]:
+def _feature_layers(config: Mapping[str, Any], where: str, target: TargetShape | None) -> tuple[int, int, int]:
     key = "eagle_aux_hidden_state_layer_ids"
     nested = config.get("eagle_config") or {}  # null and absent mean the same
     if not isinstance(nested, dict):
@@ -225,14 +244,14 @@ def _feature_layers(config: Mapping[str, Any], where: str, target_spec: TargetSp
     if inputs is None and outputs is not None:
         inputs = [layer + 1 for layer in outputs]
     if inputs is None:
-        if target_spec is None:
+        if target is None:
             raise ConfigError(f"{where} names no {key}; say which target it is for")
-        return default_feature_layers(target_spec.num_hidden_layers)
+        return default_feature_layers(target.num_hidden_layers)
     if outputs is not None and [layer + 1 for layer in outputs] != inputs:
         raise ConfigError(f"{where} contradicts itself: {key} is {inputs} (layers whose input is read), so "
                           f"eagle_config must have one less each (layers whose output is read), but has {outputs}")
-    last = inputs[2] + 1 if target_spec is None else target_spec.num_hidden_layers
+    last = inputs[2] + 1 if target is None else target.num_hidden_layers
     if not 1 <= inputs[0] < inputs[1] < inputs[2] < last:  # engines sort them, whatever fc was trained for
         raise ConfigError(f"{where} has {key}={inputs}; they must ascend from 1 on, and lie below the number of the "
-                          f"target's layers{'' if target_spec is None else f', {last}'}")
+                          f"target's layers{'' if target is None else f', {last}'}")
     return inputs[0], inputs[1], inputs[2]

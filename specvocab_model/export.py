@@ -26,6 +26,7 @@ from specvocab_model import serving
 from specvocab_model.config import ConfigError, HeadConfig
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.eagle3 import (
+    check_complete,
     check_served,
     check_target,
     engine_config,
@@ -53,7 +54,7 @@ from specvocab_model.speculator_files import (
     read_head_config,
     write_speculator,
 )
-from specvocab_model.target import TargetSpec
+from specvocab_model.target import TargetShape, TargetSpec
 from specvocab_model.tensor_files import check_digest, check_tensors, read_safetensors, to_store, write_safetensors
 from specvocab_model.vocab import VocabMap
 
@@ -190,12 +191,12 @@ def add_evaluation(folder: str | Path, evaluation: dict[str, Any]) -> None:
     os.replace(card, folder / "README.md")
 
 
-def load_checkpoint(folder: str | Path, target_spec: TargetSpec | None = None) -> SpecVocabDraft:
+def load_checkpoint(folder: str | Path, target: TargetShape | None = None) -> SpecVocabDraft:
     """Read a checkpoint, in the type it was stored in, on the CPU.
 
     Args:
         folder: written by ``save_checkpoint``; or what remains of it without its speculator and provenance.
-        target_spec: the target it will be used with; checked when given.
+        target: it will be used with; checked when given, by its fingerprint too where that is known.
 
     Raises:
         ConfigError: one line naming what does not match: schema version, target, architecture or tensors.
@@ -206,13 +207,15 @@ def load_checkpoint(folder: str | Path, target_spec: TargetSpec | None = None) -
     written_config = read_json(path, COPY_AGAIN)
     config = our_config(written_config, str(path))
     require_fields(config, {"hidden_size": object, "vocab_size": int}, path, COPY_AGAIN)
+    if record is not None:
+        check_complete(written_config, str(path))
     num_unroll_steps = None if record is None else record["num_unroll_steps"]
-    architecture = read_architecture(config, str(path), num_unroll_steps, target_spec)
-    check_served(config, architecture, target_spec, str(path))
-    if target_spec is not None:
-        check_target(architecture, target_spec, str(folder))
-        if record is not None:
-            _check_fingerprint(record["target"], target_spec, folder)
+    architecture = read_architecture(config, str(path), num_unroll_steps, target)
+    check_served(config, architecture, target, str(path))
+    if target is not None:
+        check_target(architecture, target, str(folder))
+    if isinstance(target, TargetSpec) and record is not None:
+        _check_fingerprint(record["target"], target, folder)
     written = {} if record is None else record.get("sha256", {})  # older checkpoints do not have it
     path = folder / DRAFT_FILE
     tensors = our_names(read_safetensors(path, COPY_AGAIN), str(path))
@@ -287,6 +290,9 @@ def _read_provenance(folder: Path) -> dict[str, Any] | None:
     fields = {"num_unroll_steps": int, "target": dict, "speculator": dict | None}
     require_fields(record, fields, path, COPY_AGAIN)
     require_fields(record["target"], {"name": str, "fingerprint": str}, path, COPY_AGAIN)
+    if record["speculator"] is None and (folder / SPECULATOR_FOLDER).exists():
+        raise ConfigError(f"{folder} has a {SPECULATOR_FOLDER} that its {PROVENANCE_FILE} does not know: it is another "
+                          f"draft's; {COPY_AGAIN}")
     return record
 
 

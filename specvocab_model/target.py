@@ -21,10 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, Cache, GgufConfig, Pr
 
 from specvocab_model.config import ConfigError, TargetConfig, has_fast_bf16
 from specvocab_model.target_files import resolve_model, target_cache_dir
-from specvocab_model.target_spec import TargetSpec, gguf_arguments, load_spec, load_spec_and_tokenizer
+from specvocab_model.target_spec import TargetShape, TargetSpec, gguf_arguments, load_spec, load_spec_and_tokenizer
 
-__all__ = ["Target", "TargetOutput", "TargetSpec", "default_feature_layers", "load_spec", "resolve_model",
-           "target_cache_dir"]
+__all__ = ["Target", "TargetOutput", "TargetShape", "TargetSpec", "default_feature_layers", "load_spec",
+           "resolve_model", "target_cache_dir"]
 
 logger = logging.getLogger(__name__)
 

@@ -49,21 +49,27 @@ LAYOUTS: dict[str, _Layout] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetSpec:
-    """Facts about a target, known without its weights."""
+class TargetShape:
+    """What a draft must fit; all that an engine says of the target that it serves."""
 
     name: str
-    model_type: str
     hidden_size: int
     vocab_size: int  # rows of lm_head; may exceed the tokenizer's length
     num_hidden_layers: int
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSpec(TargetShape):
+    """Facts about a target, known without its weights."""
+
+    model_type: str
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
     rms_norm_eps: float
     rope_parameters: dict[str, Any]  # of the full-attention layers: rope_theta, rope_type, ...
-    max_position_embeddings: int
     eos_token_ids: tuple[int, ...]  # as `generate` stops at them
     pad_token_id: int
     logit_softcap: float | None

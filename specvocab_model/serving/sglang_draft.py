@@ -10,21 +10,23 @@ SGLang's worker takes the drafted tokens from ``[N, V]`` logits: what that costs
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_server_args, get_spec
 from sglang.srt.utils import cpu_has_amx_support
 from torch import Tensor
 from transformers import LlamaConfig
 
 from specvocab_model.config import ConfigError
-from specvocab_model.export import load_checkpoint
-from specvocab_model.serving.checkpoint import checkpoint_folder
+from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.serving.checkpoint import checkpoint_folder, read_draft
 from specvocab_model.serving.sharded_head import ShardedHead
-from specvocab_model.speculator_files import SPECULATOR_FOLDER
+from specvocab_model.target import TargetShape
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +38,19 @@ class SpecVocabLlamaForCausalLMEagle3(LlamaForCausalLMEagle3):
         super().__init__(config, quant_config, prefix)
         assert config.name_or_path is not None  # SGLang has read it from there
         folder = checkpoint_folder(config.name_or_path, get_spec().speculative_draft_model_revision)
-        if not (folder / SPECULATOR_FOLDER).is_dir():
+        checkpoint = None if folder is None else _read(folder)
+        if checkpoint is None:
+            return
+        if checkpoint.architecture.norm_before_residual:
+            raise ConfigError(f"{folder} has norm_before_residual=true, which SGLang's draft does not know and would "
+                              "leave out without a word; serve it with vLLM")
+        if checkpoint.speculator is None:
             return
         if self.lm_head.weight.device.type == "cpu" and cpu_has_amx_support():
             raise ConfigError("SGLang repacks lm_head for AMX on this processor, which a speculated vocabulary cannot "
                               "read; serve without the plugin (SGLANG_PLUGINS=none)")
-        with torch.device("cpu"):  # SGLang builds models under the device that they are for
-            checkpoint = load_checkpoint(folder)
-        if checkpoint.architecture.norm_before_residual:
-            raise ConfigError(f"{folder} has norm_before_residual=true, which SGLang's draft does not know and would "
-                              "leave out without a word; serve it with vLLM")
-        speculator = checkpoint.speculator
-        assert speculator is not None  # its folder is there
         head = ShardedHead(
-            speculator,
+            checkpoint.speculator,
             self.lm_head.shard_indices.org_vocab_start_index,
             lm_head_rows(self.lm_head),
             logit_scale=config.logit_scale,
@@ -57,7 +58,17 @@ class SpecVocabLlamaForCausalLMEagle3(LlamaForCausalLMEagle3):
         )
         self.lm_head.quant_method = SpeculatedVocabulary(head)
         self.logits_processor.final_logit_softcapping = None  # done by the head: it would make a finite number of −inf
-        logger.info("Drafts of %s speculate on the vocabulary: %s, rank %d", folder, head.selection, speculator.rank)
+        logger.info("Drafts of %s speculate on the vocabulary: %s, rank %d", folder, head.selection,
+                    checkpoint.speculator.rank)
+
+
+def _read(folder: Path) -> SpecVocabDraft | None:
+    config = ModelConfig.from_server_args(get_server_args())
+    target = TargetShape(
+        name=config.model_path, hidden_size=config.hidden_size, vocab_size=config.vocab_size,
+        num_hidden_layers=config.num_hidden_layers, max_position_embeddings=config.context_len)
+    with torch.device("cpu"):  # SGLang builds models under the device that they are for
+        return read_draft(folder, target)
 
 
 class SpeculatedVocabulary(QuantizeMethodBase):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ class VllmDraft:
             "speculative_config": {"method": "eagle3", "model": str(folder), "num_speculative_tokens": num_draft_tokens,
                                    "use_local_argmax_reduction": True} | dict(speculative or {}),
         }
+        if current_platform.is_cpu():  # GiB of cache; left to itself, it asks for nearly all of the memory
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         self._config = EngineArgs(**self._arguments).create_engine_config()
 
     @property

@@ -6,19 +6,21 @@ Everything up to the final norm is vLLM's own; only what becomes of its output d
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.logger import init_logger
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
-from specvocab_model.export import load_checkpoint
-from specvocab_model.serving.checkpoint import checkpoint_folder
+from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.serving.checkpoint import checkpoint_folder, read_draft
 from specvocab_model.serving.sharded_head import ShardedHead
 from specvocab_model.speculator_files import SPECULATOR_FOLDER
+from specvocab_model.target import TargetShape
 
 logger = init_logger(__name__)
 
@@ -29,19 +31,21 @@ class SpecVocabLlamaForCausalLMEagle3(Eagle3LlamaForCausalLM):
     """
 
     def __new__(cls, *, vllm_config: VllmConfig, prefix: str = "") -> Self | Eagle3LlamaForCausalLM:
+        folder = _folder(vllm_config)
+        if folder is not None and (folder / SPECULATOR_FOLDER).is_dir():
+            return super().__new__(cls)
+        if folder is not None:
+            _read(folder, vllm_config)  # only to refuse what vLLM would serve wrongly without a word
         # Of another class than this one, so Python does not call __init__ a second time.
-        config = _draft_config(vllm_config)
-        if not (checkpoint_folder(config.model, config.revision) / SPECULATOR_FOLDER).is_dir():
-            return Eagle3LlamaForCausalLM(vllm_config=vllm_config, prefix=prefix)
-        return super().__new__(cls)
+        return Eagle3LlamaForCausalLM(vllm_config=vllm_config, prefix=prefix)
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        folder = _folder(vllm_config)
+        assert folder is not None
+        draft = _read(folder, vllm_config)  # first, as vLLM's own errors on a damaged one say less
+        assert draft is not None and draft.speculator is not None
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        config = _draft_config(vllm_config)
-        folder = checkpoint_folder(config.model, config.revision)
-        with torch.device("cpu"):  # vLLM builds models under the device that they are for
-            speculator = load_checkpoint(folder).speculator
-        assert speculator is not None
+        speculator = draft.speculator
         rows = self.lm_head.shard_indices
         self.speculative_head = ShardedHead(
             speculator,
@@ -73,6 +77,16 @@ class SpecVocabLlamaForCausalLMEagle3(Eagle3LlamaForCausalLM):
         return tensor_model_parallel_all_gather if self.lm_head.tp_size > 1 else None
 
 
-def _draft_config(vllm_config: VllmConfig) -> ModelConfig:
+def _folder(vllm_config: VllmConfig) -> Path | None:
     assert vllm_config.speculative_config is not None  # vLLM builds an EAGLE-3 class for nothing else
-    return vllm_config.speculative_config.draft_model_config
+    config = vllm_config.speculative_config.draft_model_config
+    return checkpoint_folder(config.model, config.revision, vllm_config.load_config.download_dir)
+
+
+def _read(folder: Path, vllm_config: VllmConfig) -> SpecVocabDraft | None:
+    config = vllm_config.model_config
+    target = TargetShape(
+        name=config.model, hidden_size=config.get_hidden_size(), vocab_size=config.get_vocab_size(),
+        num_hidden_layers=config.hf_text_config.num_hidden_layers, max_position_embeddings=config.max_model_len)
+    with torch.device("cpu"):  # vLLM builds models under the device that they are for
+        return read_draft(folder, target)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -386,6 +387,30 @@ def test_another_target_is_refused(change, message, model, folder, tmp_path):
 def test_what_cannot_be_understood_is_refused(file, change, message, folder):
     edit_json(folder / file, **change)
     assert message in error_of(lambda: load_checkpoint(folder))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_config_that_leaves_something_to_engines_is_refused(layout, model, tmp_path):
+    folder = save_checkpoint(tmp_path / "export", model, SPEC, PROVENANCE, layout=layout)
+    written = json.loads((folder / "config.json").read_text())
+    part = written["transformer_layer_config"] if layout == "speculators" else written
+    kept = dict(part)
+    for key in ("rms_norm_eps", "num_hidden_layers", "head_dim", "logit_scale"):
+        part.pop(key)
+        (folder / "config.json").write_text(json.dumps(written))
+        assert f"has no {key}, for which engines would take" in error_of(lambda: load_checkpoint(folder))
+        part[key] = kept[key]
+    for key in ("rope_theta", "rope_scaling", "rope_parameters"):
+        part.pop(key)
+    (folder / "config.json").write_text(json.dumps(written))
+    assert "has no rope_theta, rope_scaling, for which" in error_of(lambda: load_checkpoint(folder))
+
+
+def test_a_speculator_of_another_draft_is_refused(folder, tmp_path):
+    full = save_checkpoint(tmp_path / "full", make_model(type="full"), SPEC, PROVENANCE)
+    shutil.copytree(folder / "vocabulary_speculator", full / "vocabulary_speculator")
+    said = error_of(lambda: load_checkpoint(full))
+    assert "has a vocabulary_speculator that its specvocab.json does not know" in said
 
 
 def test_what_engines_would_serve_wrongly_is_refused(folder, tmp_path):
