@@ -149,7 +149,8 @@ def check_complete(config: Mapping[str, Any], where: str) -> None:
     """
     said = {**config, **config.get("transformer_layer_config", {})}
     rope = () if "rope_parameters" in said else ("rope_theta", "rope_scaling")  # transformers 5's spelling, and 4's
-    if missing := [key for key in (*NEEDED, *rope) if key not in said]:
+    layers = () if "transformer_layer_config" in config else ("eagle_config",)  # SGLang reads no speculators' layout
+    if missing := [key for key in (*NEEDED, *rope, *layers) if key not in said]:
         raise ConfigError(f"{where} has no {', '.join(missing)}, for which engines would take values of their own; "
                           "copy or export the whole folder again")
 

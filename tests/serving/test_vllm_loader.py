@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm import ModelRegistry
 from vllm.plugins import load_general_plugins
 
@@ -141,6 +142,45 @@ def test_feature_layers_that_contradict_each_other_are_refused_by_the_plugin(tmp
     change_config(pair.checkpoint, eagle_aux_hidden_state_layer_ids=[1, 3, 4])
     with pytest.raises(ConfigError, match="contradicts itself"):
         agreement(pair)
+
+
+def load(pair: Pair, **arguments) -> None:
+    serve(pair, **arguments).logits(torch.zeros(2, 3 * pair.target.spec.hidden_size), torch.arange(2))
+
+
+@pytest.mark.parametrize(("shape", "said"), [
+    ({"hidden_size": 192}, "hidden_size=128, but .* has 192; use the target that the draft was trained for"),
+    ({"vocab_size": 300}, "vocab_size=277, but .* has 300; use the target that the draft was trained for"),
+])
+def test_a_target_of_another_shape_is_refused_by_the_plugin(shape, said, tmp_path):
+    other = random_pair(tmp_path / "other", **shape)
+    with pytest.raises(ConfigError, match=said):
+        load(replace(random_pair(tmp_path / "pair"), target_folder=other.target_folder))
+
+
+def test_texts_beyond_the_drafts_context_are_refused_by_the_plugin(tmp_path):
+    pair = random_pair(tmp_path)
+    change_config(pair.checkpoint, max_position_embeddings=128)
+    with pytest.raises(ConfigError, match="set it to 256, or serve texts of up to 128"):
+        load(pair)
+
+
+def test_a_reduced_head_without_its_map_is_refused_by_the_plugin(tmp_path):
+    """vLLM would take its rows for the first tokens."""
+    pair = random_pair(tmp_path, **CASES["static head"])
+    file = pair.checkpoint / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name not in ("d2t", "t2d")}, file)
+    with pytest.raises(ConfigError, match="d2t is missing"):
+        load(pair)
+
+
+def test_a_draft_of_somebody_else_is_served_as_without_the_plugin(tmp_path):
+    pair = random_pair(tmp_path, **CASES["static head"])
+    (pair.checkpoint / "specvocab.json").unlink()
+    config = pair.checkpoint / "config.json"  # which is none of ours to judge: vLLM knows the defaults of others
+    config.write_text(json.dumps({key: value for key, value in json.loads(config.read_text()).items()
+                                  if key not in ("logit_scale", "final_logit_softcapping", "eagle_config")}))
+    assert agreement(pair).equal
 
 
 def test_a_config_whose_feature_layers_are_not_the_trained_ones_is_named(tmp_path):

@@ -393,9 +393,10 @@ def test_what_cannot_be_understood_is_refused(file, change, message, folder):
 def test_a_config_that_leaves_something_to_engines_is_refused(layout, model, tmp_path):
     folder = save_checkpoint(tmp_path / "export", model, SPEC, PROVENANCE, layout=layout)
     written = json.loads((folder / "config.json").read_text())
-    part = written["transformer_layer_config"] if layout == "speculators" else written
+    ours = layout == "eagle3"
+    part = written if ours else written["transformer_layer_config"]
     kept = dict(part)
-    for key in ("rms_norm_eps", "num_hidden_layers", "head_dim", "logit_scale"):
+    for key in ("rms_norm_eps", "num_hidden_layers", "head_dim", "logit_scale", "eagle_config")[: 4 + ours]:
         part.pop(key)
         (folder / "config.json").write_text(json.dumps(written))
         assert f"has no {key}, for which engines would take" in error_of(lambda: load_checkpoint(folder))
@@ -424,7 +425,7 @@ def test_what_engines_would_serve_wrongly_is_refused(folder, tmp_path):
     )
     edit_json(path, max_position_embeddings=8192)
     assert load().architecture.max_position_embeddings == 8192
-    edit_json(path, eagle_aux_hidden_state_layer_ids=[2, 6, 12], eagle_config=KeyError)
+    edit_json(path, eagle_aux_hidden_state_layer_ids=[2, 6, 12], eagle_config={})
     assert "lie below the number of the target's layers, 12" in error_of(load)
     edit_json(path, eagle_aux_hidden_state_layer_ids=[2, 6, 9])
     tensors = load_file(folder / "model.safetensors")
