@@ -3,6 +3,9 @@
 #   install_environment dev        and the "dev" extra
 # Sets PYTHON to the environment's interpreter and changes to the repository root.
 
+# The newest torch that every test runs with. The package itself admits the next one, which engines pin.
+TORCH="torch<2.14"
+
 # Waiting OpenMP threads sleep soon instead of spinning: about as fast on an idle machine, and where another program takes
 # part of the cores several times faster (docs/DESIGN_NOTES.md). Also for who activates the environment.
 spin='export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-2000}'
@@ -47,7 +50,7 @@ install_environment() {
   installed=.venv/specvocab-installed
   if ! grep -qsxF "$wanted" "$installed"; then
     echo "installing (the first time takes minutes: PyTorch is large)"
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check --editable ".${extra:+[$extra]}" ||
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check --editable ".${extra:+[$extra]}" "$TORCH" ||
       fail "the installation failed; the lines above say why"
     echo "$wanted" >>"$installed"
   fi

@@ -69,8 +69,7 @@ def _sglang(options: argparse.Namespace, target: str) -> ServedDraft:
 def _installed(engine: str, name: str) -> Iterator[None]:
     """What is imported in this context needs an engine's own modules, which move between its releases."""
     if find_spec(engine) is None:
-        raise ConfigError(f"--engine {engine} needs {name} in this environment: `pip install -e '.[{engine}]'` in the "
-                          "checkout of specvocab")
+        raise ConfigError(f"--engine {engine} needs {name} in this environment: pip install 'specvocab[{engine}]'")
     try:
         yield
     except ImportError as error:
@@ -142,6 +141,8 @@ def check(options: argparse.Namespace) -> list[str]:
     with refusals(served.name):
         engine = served.serve(prompts, options.max_new_tokens)
     print(compare(served.name, engine, own))
+    if engine.answers != own.answers and options.dtype != "float32":
+        print(f"            in {options.dtype} engines round differently, which parts answers; --dtype float32 tells")
     recorded = recorded_tau(record.get("evaluation"), agreement.head, options.num_draft_tokens)
     return found + acceptance_problems(engine, own, recorded)
 

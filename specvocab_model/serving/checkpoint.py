@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
+from specvocab_model.config import ConfigError
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import DRAFT_FILE, PROVENANCE_FILE, load_checkpoint
 from specvocab_model.speculator_files import SPECULATOR_FOLDER
@@ -35,15 +36,24 @@ def checkpoint_folder(name: str, revision: str | None, cache_dir: str | None = N
         return None
 
 
-def read_draft(folder: Path, target: TargetShape) -> SpecVocabDraft | None:
+def read_draft(folder: Path, target: TargetShape, num_ranks: int = 1) -> SpecVocabDraft | None:
     """The checkpoint, and ``None`` where it is a draft of somebody else's, which the engine reads as it is.
 
     Args:
         target: as the engine serves it; its ``max_position_embeddings`` are the longest text that it serves.
+        num_ranks: among which the engine cuts the draft.
 
     Raises:
-        ConfigError: one line naming what is damaged, or does not fit the target.
+        ConfigError: one line naming what is damaged, does not fit the target or cannot be cut.
     """
     if not ((folder / PROVENANCE_FILE).exists() or (folder / SPECULATOR_FOLDER).exists()):
         return None
-    return load_checkpoint(folder, target)
+    draft = load_checkpoint(folder, target)
+    sizes = draft.architecture
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = getattr(sizes, name)
+        shared = size % num_ranks == 0 or (name == "num_key_value_heads" and num_ranks % size == 0)  # or repeated
+        if not shared:
+            raise ConfigError(f"{folder} has {name}={size}, which {num_ranks} ranks cannot share evenly; serve it with "
+                              "another degree of tensor parallelism")
+    return draft

@@ -17,7 +17,7 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
-from sglang.srt.runtime_context import get_server_args, get_spec
+from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
 from sglang.srt.utils import cpu_has_amx_support
 from torch import Tensor
 from transformers import LlamaConfig
@@ -35,10 +35,10 @@ class SpecVocabLlamaForCausalLMEagle3(LlamaForCausalLMEagle3):
     """The draft; see the module."""
 
     def __init__(self, config: LlamaConfig, quant_config: Any = None, prefix: str = "") -> None:
-        super().__init__(config, quant_config, prefix)
         assert config.name_or_path is not None  # SGLang has read it from there
         folder = checkpoint_folder(config.name_or_path, get_spec().speculative_draft_model_revision)
         checkpoint = None if folder is None else _read(folder)
+        super().__init__(config, quant_config, prefix)
         if checkpoint is None:
             return
         if checkpoint.architecture.norm_before_residual:
@@ -68,7 +68,7 @@ def _read(folder: Path) -> SpecVocabDraft | None:
         name=config.model_path, hidden_size=config.hidden_size, vocab_size=config.vocab_size,
         num_hidden_layers=config.num_hidden_layers, max_position_embeddings=config.context_len)
     with torch.device("cpu"):  # SGLang builds models under the device that they are for
-        return read_draft(folder, target)
+        return read_draft(folder, target, get_parallel().tp_size)
 
 
 class SpeculatedVocabulary(QuantizeMethodBase):

@@ -11,16 +11,22 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
-from vllm.distributed import tensor_model_parallel_all_gather
-from vllm.logger import init_logger
-from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+from vllm import __version__
 
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.serving.checkpoint import checkpoint_folder, read_draft
 from specvocab_model.serving.sharded_head import ShardedHead
 from specvocab_model.speculator_files import SPECULATOR_FOLDER
 from specvocab_model.target import TargetShape
+
+try:
+    from vllm.config import VllmConfig
+    from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+    from vllm.logger import init_logger
+    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+except ImportError as error:
+    raise ImportError(f"specvocab does not know this vLLM, {__version__} ({error}): install a version that "
+                      "docs/SERVING.md names, or serve without the vocabulary speculator (VLLM_PLUGINS='')") from error
 
 logger = init_logger(__name__)
 
@@ -89,4 +95,4 @@ def _read(folder: Path, vllm_config: VllmConfig) -> SpecVocabDraft | None:
         name=config.model, hidden_size=config.get_hidden_size(), vocab_size=config.get_vocab_size(),
         num_hidden_layers=config.hf_text_config.num_hidden_layers, max_position_embeddings=config.max_model_len)
     with torch.device("cpu"):  # vLLM builds models under the device that they are for
-        return read_draft(folder, target)
+        return read_draft(folder, target, get_tensor_model_parallel_world_size())

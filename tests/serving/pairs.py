@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from specvocab_model.config import DraftConfig, HeadConfig
-from specvocab_model.decode import place_draft
+from specvocab_model.decode import autoregressive_generate, place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import Provenance, save_checkpoint
 from specvocab_model.heads.static import OwnHead
 from specvocab_model.losses import Objective, step_weights, valid_counts
+from specvocab_model.serving.check import LOST_ACCEPTANCE, Served
 from specvocab_model.target import Target
 from specvocab_model.vocab import VocabMap
 from tests.tiny import EOS_IDS, PAD_ID, TOKENIZER_LENGTH, random_model, save_target, tiny_target_config
@@ -147,6 +151,28 @@ def trained_pair(folder: Path, *, head: HeadConfig, num_steps: int = 120, num_un
         optimizer.step()
         optimizer.zero_grad()
     return exported(model, target, folder)
+
+
+def greedy_answers(target: Target, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    return [autoregressive_generate(target, torch.tensor([prompt]), max_new_tokens=max_new_tokens).sequences
+            for prompt in prompts]
+
+
+def shifted_features(checkpoint: Path, folder: Path) -> Path:
+    """A copy whose engines take features one layer too deep."""
+    wrong = shutil.copytree(checkpoint, folder)
+    config = json.loads((wrong / "config.json").read_text())
+    for part in (config, config["eagle_config"]):
+        part["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in part["eagle_aux_hidden_state_layer_ids"]]
+    (wrong / "config.json").write_text(json.dumps(config))
+    return wrong
+
+
+def assert_same(served: Served, own: Served, greedy: list[list[int]]) -> None:
+    """The target's own text, with as many drafts accepted as our decoder does."""
+    print(served.num_rounds, served.accepted_per_position, own.num_rounds, own.accepted_per_position)
+    assert served.answers == greedy == own.answers
+    assert own.accepted > 1 and served.accepted == pytest.approx(own.accepted, rel=LOST_ACCEPTANCE)
 
 
 def prompts(number: int) -> list[list[int]]:

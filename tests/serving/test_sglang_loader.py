@@ -244,23 +244,6 @@ def test_layers_counted_the_wrong_way_are_seen(tmp_path: Path):
     assert (features - trainers.target.forward(TEXT).features[0]).abs().mean() > 0.1
 
 
-def test_a_layer_that_sglang_does_not_have_is_refused(tmp_path: Path):
-    case = Case()
-    (target, checkpoint), _ = write(case, tmp_path)
-    config = json.loads((checkpoint / "config.json").read_text()) | {"norm_before_residual": True}
-    (checkpoint / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="norm_before_residual=true"), in_sglang(case, target, checkpoint):
-        pass
-
-
-def test_a_damaged_speculator_stops_the_engine(tmp_path: Path):
-    case = Case()
-    (target, checkpoint), _ = write(case, tmp_path)
-    (checkpoint / "vocabulary_speculator/model.safetensors").write_bytes(b"")
-    with pytest.raises(ConfigError, match="damaged"), in_sglang(case, target, checkpoint):
-        pass
-
-
 def test_two_ranks_choose_candidates_each_and_gather_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # the processors of each rank
     monkeypatch.setenv("SGLANG_NCCL_SO_PATH", "none")  # which needs GPUs; then SGLang takes gloo

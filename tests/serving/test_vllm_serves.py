@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from specvocab_model.config import HeadConfig
-from specvocab_model.decode import autoregressive_generate
 from specvocab_model.serving.check import LOST_ACCEPTANCE, Served, decode
 from specvocab_model.serving.vllm_check import VllmDraft
-from tests.serving.pairs import Pair, prompts, trained_pair
+from tests.serving.pairs import Pair, assert_same, greedy_answers, prompts, shifted_features, trained_pair
 
 NEW_TOKENS, DRAFT_TOKENS = 40, 3
 
@@ -25,8 +21,7 @@ def pair(tmp_path_factory) -> Pair:
 
 @pytest.fixture(scope="module")
 def greedy(pair) -> list[list[int]]:
-    return [autoregressive_generate(pair.target, torch.tensor([prompt]), max_new_tokens=NEW_TOKENS).sequences
-            for prompt in prompts(8)]
+    return greedy_answers(pair.target, prompts(8), NEW_TOKENS)
 
 
 def serve(pair: Pair, checkpoint: Path, **arguments) -> Served:
@@ -44,12 +39,6 @@ def speculated(pair) -> Served:
 def own(pair, request) -> Served:
     return decode(pair.target, pair.model, request.param, prompts(8), max_new_tokens=NEW_TOKENS,
                   num_draft_tokens=DRAFT_TOKENS)
-
-
-def assert_same(served: Served, own: Served, greedy: list[list[int]]) -> None:
-    print(served.num_rounds, served.accepted_per_position, own.num_rounds, own.accepted_per_position)
-    assert served.answers == greedy == own.answers
-    assert own.accepted > 1 and served.accepted == pytest.approx(own.accepted, rel=LOST_ACCEPTANCE)
 
 
 @pytest.mark.parametrize("own", ["speculative"], indirect=True)
@@ -87,12 +76,7 @@ def test_logits_of_two_ranks(pair, own, greedy, a_core_each):
 
 def test_features_of_wrong_layers_cost_acceptance(pair, speculated, greedy, tmp_path):
     """The draft depends on its features, or the tests above would pass with any."""
-    wrong = shutil.copytree(pair.checkpoint, tmp_path / "wrong")
-    config = json.loads((wrong / "config.json").read_text())
-    for part in (config, config["eagle_config"]):
-        part["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in part["eagle_aux_hidden_state_layer_ids"]]
-    (wrong / "config.json").write_text(json.dumps(config))
-    served = serve(pair, wrong)
+    served = serve(pair, shifted_features(pair.checkpoint, tmp_path / "wrong"))
     print(served.num_rounds, served.accepted_per_position)
     assert served.answers == greedy
     assert served.accepted < (1 - 2 * LOST_ACCEPTANCE) * speculated.accepted

@@ -53,6 +53,13 @@ def test_a_draft_must_fit_the_target_that_is_served(head, spec, served, tmp_path
             read_draft(folder, replace(served, **change))
 
 
+def test_a_draft_that_ranks_cannot_share_is_refused(spec, served, tmp_path):
+    folder = write(spec, tmp_path / "draft", num_candidates=40)  # 4 heads, 2 of them for keys and values
+    assert read_draft(folder, served, 4) is not None
+    with pytest.raises(ConfigError, match="num_attention_heads=4, which 3 ranks cannot share evenly"):
+        read_draft(folder, served, 3)
+
+
 def test_a_draft_of_somebody_else_is_left_to_the_engine(spec, served, tmp_path):
     folder = write(spec, tmp_path / "draft", type="full")
     (folder / "specvocab.json").unlink()
