@@ -237,7 +237,8 @@ def test_layers_counted_the_wrong_way_are_seen(tmp_path: Path):
     (checkpoint / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="contradicts itself"):
         load_checkpoint(checkpoint)
-    (checkpoint / "vocabulary_speculator").rename(tmp_path / "elsewhere")  # our own loader would refuse
+    for ours in ("vocabulary_speculator", "specvocab.json"):  # which the plugin would refuse
+        (checkpoint / ours).rename(tmp_path / f"other {ours}")
     with in_sglang(case, target, checkpoint) as served:
         assert served.feature_layers == tuple(layer + 1 for layer in trainers.target.feature_layers)
         features = served.target_output(TEXT[0])[0]
