@@ -120,6 +120,15 @@ class OpenShards:
             del self._asked[batch]
             self._ask(shard)
 
+    def check_answered(self) -> None:
+        """
+        Raises:
+            RuntimeError: an engine that has ended left prompts unanswered; their shards would be waited for for ever.
+        """
+        if self._asked:
+            raise RuntimeError(f"the engine ended and left {sum(each.num_unanswered for each in self._asked.values())} "
+                               f"prompts of {len(self._asked)} shards unanswered")
+
     def _claim(self) -> int | None:
         """A shard to begin, or None if this rank has its share of those that are missing, or others have the rest."""
         if time.monotonic() < self._look_again:

@@ -143,6 +143,7 @@ class StageRunner:
                 with closing(self.engine.stream(shards.next_batch, stage.params)) as finished:
                     for batch, index, completion in finished:
                         shards.take(batch, index, completion)
+                shards.check_answered()
 
     def _settings(self, stage: Stage) -> dict[str, Any]:
         """Everything that decides what the rows are.

@@ -96,6 +96,18 @@ def test_what_stops_one_shard_leaves_the_finished_ones_whole_and_no_claim(root, 
     assert contents(run) == contents(whole)
 
 
+def test_an_engine_that_forgets_a_prompt_is_not_waited_for(root, monkeypatch):
+    class Forgetful(Watched):
+        def stream(self, source, params):
+            finished = self.engine.stream(source, params)
+            next(finished)
+            yield from finished
+
+    monkeypatch.setattr(data_gen.stage, "build_engine", lambda *args: Forgetful(continuous(*args), None))
+    with pytest.raises(RuntimeError, match="left 1 prompts of 1 shards unanswered"):
+        run_here(overrides(root, "forgetful", "generation.magpie_prompts=0"))
+
+
 # ---- which shards, without an engine ----
 
 
