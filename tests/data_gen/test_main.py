@@ -225,7 +225,7 @@ def test_data_of_other_settings_is_never_mixed_in(root, whole, change, named):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (["target.model=no/such-model"], r"no/such-model.*scripts/fetch_target\.py"),
+        (["target.model=no/such-model"], r"no/such-model.*give its folder: target\.model=FOLDER"),
         (["generation.prompt_files=[]", "generation.magpie_prompts=0"], "no prompts: give generation.prompt_files"),
         (["generation.prompt_files=[absent.jsonl]"], "there is no prompt file 'absent.jsonl'"),
         (["eval.prompts=absent.jsonl"], "there is no prompt file 'absent.jsonl'"),

@@ -55,13 +55,13 @@ def test_a_tracking_backend_that_is_not_installed_is_named_before_anything_is_lo
         "error: tracking=tensorboard needs tensorboard: pip install 'specvocab[tensorboard]'\n")
 
 
-def test_a_target_that_is_missing_is_named_with_the_command_that_brings_it(
+def test_a_target_that_is_missing_is_named_with_what_to_do(
     root, monkeypatch, capsys, nothing_is_loaded
 ):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert run_command(monkeypatch, overrides(root, "no-target", "target.model=nobody/no-such-model")) == 2
     message = capsys.readouterr().err
-    assert "nobody/no-such-model" in message and "fetch_target.py" in message and message.count("\n") == 1
+    assert "nobody/no-such-model" in message and "target.model=FOLDER" in message and message.count("\n") == 1
 
 
 @pytest.mark.parametrize(("change", "message"), [
