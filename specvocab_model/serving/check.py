@@ -24,6 +24,7 @@ LEAST_ERROR = 1e-5  # of either, relative: where the trainer's own is next to no
 LEAST_LOSS = 0.02  # of candidates, as a share: with an 8-bit vocab_proj kernels round the other factor too
 FEW = 0.5  # accepted drafts a round; an untrained draft has next to none, a trained one at least 1
 ROWS = 8  # that engines are asked for at one time: of many, our plugins score every token where that is faster on a GPU
+SIGMAS = 2.0  # standard errors that acceptance on different texts may be apart
 LOST_ACCEPTANCE = 0.05  # share of our own decoder's accepted drafts that an engine may lose
 
 
@@ -39,6 +40,13 @@ class Served:
     def accepted(self) -> float:
         """Mean number of drafts kept in a round."""
         return sum(self.accepted_per_position) / max(1, self.num_rounds)
+
+    @property
+    def standard_error(self) -> float:
+        """Of ``accepted``, as if rounds were drawn at random."""
+        rounds = max(1, self.num_rounds)
+        square = sum((2 * place + 1) * kept for place, kept in enumerate(self.accepted_per_position)) / rounds
+        return ((square - self.accepted**2) / rounds) ** 0.5
 
 
 class ServedDraft(Protocol):
@@ -198,7 +206,10 @@ def acceptance_problems(engine: Served, own: Served, recorded_tau: float | None)
         recorded_tau: what ``scripts/evaluate.py`` measured on its own prompts, if it did.
     """
     found = []
-    if engine.accepted < (1 - LOST_ACCEPTANCE) * own.accepted:
+    chance = 0.0
+    if engine.answers != own.answers:  # rounding has led to other texts, with drafts of their own
+        chance = SIGMAS * (engine.standard_error**2 + own.standard_error**2) ** 0.5
+    if engine.accepted + chance < (1 - LOST_ACCEPTANCE) * own.accepted:
         found.append(f"the engine accepts {engine.accepted:.2f} drafts a round, our own decoder {own.accepted:.2f} on "
                      "the same prompts: where logits agree, the engine feeds the draft something else than the "
                      "target's features (the algorithm must be eagle3, in vLLM \"method\": \"eagle3\"), or positions "
@@ -206,7 +217,8 @@ def acceptance_problems(engine: Served, own: Served, recorded_tau: float | None)
     if own.accepted < FEW:
         found.append(f"our own decoder accepts {own.accepted:.2f} drafts a round, too: the draft itself does not know "
                      "such answers; it was trained on too little, on other chats, or for other feature layers")
-    if recorded_tau is not None and own.accepted + 1 < (1 - LOST_ACCEPTANCE) * recorded_tau:
+    least = 1 + own.accepted + SIGMAS * own.standard_error
+    if recorded_tau is not None and least < (1 - LOST_ACCEPTANCE) * recorded_tau:
         found.append(f"our own decoder emits {own.accepted + 1:.2f} tokens a round here, and {recorded_tau:.2f} in the "
                      "evaluation that the checkpoint records: other prompts, or another chat template than in training")
     return found

@@ -155,6 +155,11 @@ def test_lost_acceptance_is_explained():
     assert "accepts 1.40 drafts a round, our own decoder 1.80" in line and '"method": "eagle3"' in line
     (line,) = acceptance_problems(own, own, 3.5)
     assert "2.80 tokens a round here, and 3.50 in the evaluation" in line
+    few = replace(fewer, num_rounds=10, accepted_per_position=[8, 5, 3])
+    (line,) = acceptance_problems(few, own, None)  # of the same answers, so chance has no part in it
+    assert "accepts 1.60 drafts a round" in line
+    assert acceptance_problems(replace(few, answers=[[2]]), own, None) == []
+    assert acceptance_problems(replace(fewer, answers=[[2]]), own, None) != []
     poor = replace(own, accepted_per_position=[30, 10, 0])
     (line,) = acceptance_problems(poor, poor, None)
     assert "our own decoder accepts 0.40 drafts a round, too" in line
