@@ -24,9 +24,9 @@ LOADABLE = {
 }
 # Where one is absent, readers take a default of their own and compute something else; exports have all of them.
 NEEDED = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "rms_norm_eps", "max_position_embeddings", "vocab_size", "logit_scale", "final_logit_softcapping",
-    "eagle_aux_hidden_state_layer_ids",
+    "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "vocab_size", "logit_scale",
+    "final_logit_softcapping", "eagle_aux_hidden_state_layer_ids",
 )
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
          "max_position_embeddings")

@@ -25,7 +25,7 @@ def read_json(path: Path, fix: str) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{path} is missing; {fix}") from error
     except ValueError as error:  # the base of decoding and JSON errors
         raise ConfigError(f"{path} is damaged: it is not JSON ({error}); {fix}") from error

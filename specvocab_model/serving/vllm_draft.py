@@ -28,7 +28,7 @@ except ImportError as error:
     raise ImportError(f"specvocab does not know this vLLM, {__version__} ({error}): install a version that "
                       "docs/SERVING.md names, or serve without the vocabulary speculator (VLLM_PLUGINS='')") from error
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.specvocab")  # below the name whose messages vLLM shows
 
 
 class SpecVocabLlamaForCausalLMEagle3(Eagle3LlamaForCausalLM):

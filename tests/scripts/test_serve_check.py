@@ -104,6 +104,11 @@ def test_what_engines_would_serve_wrongly_is_refused(spoil, said, checkpoint, ca
     assert said in refusal([str(checkpoint)], capsys)
 
 
+def test_what_is_no_checkpoint_is_refused(checkpoint, tmp_path, capsys):
+    for path in (tmp_path / "nowhere", tmp_path, checkpoint / "config.json"):
+        assert f"{path} has no specvocab.json, so it is no folder that" in refusal([str(path)], capsys)
+
+
 def test_another_target_is_refused(checkpoint, tmp_path, capsys):
     other = tiny_target_folder(tmp_path / "other", "llama", seed=1)
     assert "was made for" in refusal([str(checkpoint), "--target", str(other)], capsys)
