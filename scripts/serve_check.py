@@ -167,8 +167,8 @@ def read_record(options: argparse.Namespace) -> dict[str, Any]:
     """
     path, config_path = options.checkpoint / PROVENANCE_FILE, options.checkpoint / "config.json"
     if not path.is_file():
-        raise ConfigError(f"{options.checkpoint} has no {PROVENANCE_FILE}, so it is no folder that scripts/export.py or "
-                          "scripts/convert.py wrote; give one, or make one of a public draft with scripts/convert.py")
+        raise ConfigError(f"{options.checkpoint} has no {PROVENANCE_FILE}, so it is no folder that scripts/export.py "
+                          "or scripts/convert.py wrote; give one (the latter makes one of a public draft)")
     record, config = read_json(path, COPY_AGAIN), read_json(config_path, COPY_AGAIN)
     if options.target is None:
         require_fields(record, {"target": dict}, path, COPY_AGAIN)
