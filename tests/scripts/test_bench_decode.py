@@ -3,8 +3,13 @@
 import json
 
 import pytest
+import torch
 
+from data_gen.chat import encode_prompt
+from data_gen.prompts import parse_prompt
 from scripts import bench_decode
+from specvocab_model.decode import autoregressive_generate
+from tests.tiny import tiny_target
 
 
 @pytest.mark.parametrize("options", [[], ["--temperature", "1", "--batch", "2"]], ids=["greedy", "sampled"])
@@ -20,6 +25,23 @@ def test_tiny_run_prints_a_table_and_writes_json(options, tmp_path, capsys):
         assert set(result["milliseconds"]) == ({"verify"} if name == "autoregressive" else {"verify", "draft", "head"})
     assert results["autoregressive"]["speed_up"] == 1 and results["autoregressive"]["tau"] == 1
     assert capsys.readouterr().out.count("\n") == 2 + len(results)
+
+
+def test_a_later_turn_follows_on_the_greedy_answers(tmp_path):
+    """Of prompts with one to three turns; the answers are those of the other decoder."""
+    target = tiny_target("llama", tmp_path)
+    prompts = [parse_prompt({"question_id": number, "category": "c", "turns": list("abc")[: number + 1]}, source="x")
+               for number in range(3)]
+    args = bench_decode.build_parser().parse_args(["--max-new-tokens", "5"])
+    turns = {(turn.id, turn.number): turn.prompt_ids for turn in bench_decode.turns_of(target, prompts, args)}
+    assert len(turns) == 1 + 2 + 3
+    for prompt in prompts:
+        answers: list[str] = []
+        for number in range(prompt.num_turns):
+            expected = encode_prompt(target.tokenizer, prompt.conversation(answers), {})
+            assert turns[prompt.id, number] == expected
+            output = autoregressive_generate(target, torch.tensor([expected]), max_new_tokens=5)
+            answers.append(target.tokenizer.decode(output.sequences, skip_special_tokens=True))
 
 
 @pytest.mark.parametrize("shape", ["", "8x10", "3x1x4", "a", "1x2x3x4"])
