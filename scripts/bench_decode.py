@@ -142,8 +142,9 @@ def turns_of(target: Target, prompts: Sequence[Prompt], args: argparse.Namespace
     open_prompts = list(prompts)
     for number in range(max(prompt.num_turns for prompt in prompts)):
         if number:
-            answer_all(target, [turn for turn in turns if turn.number == number - 1 and
-                                turn.id in {prompt.id for prompt in open_prompts}], answers, args)
+            going_on = {prompt.id for prompt in open_prompts}
+            before = [turn for turn in turns if turn.number == number - 1 and turn.id in going_on]
+            answer_all(target, before, answers, args)
         turns += [Turn(prompt.id, prompt.category, number,
                        encode_prompt(target.tokenizer, prompt.conversation(answers[prompt.id]), {}))
                   for prompt in open_prompts]
