@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data_gen.features import FeatureStore
 from specvocab_model.config import ConfigError
-from train.preemption import ignore_in_worker
+from train.preemption import blocked
 
 if TYPE_CHECKING:
     from datasets import Dataset as Rows
@@ -226,14 +226,21 @@ def any_supervised(rows: Rows, pieces: np.ndarray) -> bool:
     return any(mask.any() for mask in masks)
 
 
-def step_loader(dataset: PackedDataset, sampler: StepSampler, *, num_workers: int, pin_memory: bool) -> DataLoader:
-    """Prefetching loader; each item is the list of this rank's micro-batches of one optimizer step."""
-    return DataLoader(
+class StepLoader(DataLoader):
+    """Prefetching loader whose workers outlive the signals that stop a run."""
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        with blocked():
+            return super().__iter__()
+
+
+def step_loader(dataset: PackedDataset, sampler: StepSampler, *, num_workers: int, pin_memory: bool) -> StepLoader:
+    """Loader of which each item is the list of this rank's micro-batches of one optimizer step."""
+    return StepLoader(
         dataset,
         sampler=sampler,
         batch_size=None,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        worker_init_fn=ignore_in_worker,
         generator=torch.Generator(),  # else the loader draws from the global one, and a resumed run would differ
     )

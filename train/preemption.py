@@ -8,6 +8,8 @@ the loop asks all ranks at every step and within validation, in a sum that it ma
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
@@ -35,7 +37,15 @@ def _remember(number: int, frame: FrameType | None) -> None:
     _received.append(number)
 
 
-def ignore_in_worker(worker_id: int) -> None:
-    """For loader workers: a signal to the whole process group must not take the rank's data away."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+@contextmanager
+def blocked() -> Iterator[None]:
+    """What is started within never gets these signals: a process has the mask of the thread that started it.
+
+    For loader workers, since a signal to the whole process group must not take a rank's data away. A worker that began
+    with ignoring them would be too late: it can be signalled before. This process gets them afterwards.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

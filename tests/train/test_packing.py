@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from data_gen.rows import SCHEMA
 from data_gen.shards import ShardWriter, document_lengths, split_documents
 from specvocab_model.config import ConfigError
+from train import preemption
 from train.packing import (
     PADDING_DOCUMENT,
     PackedDataset,
@@ -171,6 +174,18 @@ def test_loader_with_workers_gives_what_the_dataset_gives_and_leaves_the_random_
     for batches, plan in zip(loaded, sampler, strict=True):
         for batch, expected in zip(batches, dataset[plan], strict=True):
             assert torch.equal(batch.input_ids, expected.input_ids) and batch.row_ids == expected.row_ids
+
+
+@pytest.mark.parametrize("number", preemption.SIGNALS)
+def test_a_signal_to_a_worker_that_has_just_begun_takes_no_data_away(number):
+    """As one to the whole process group may be, at the beginning of any epoch and any validation."""
+    dataset, sampler = dataset_of([9, 30, 12, 5, 31, 2]), sampler_of([9, 30, 12, 5, 31, 2])
+    before, others = signal.pthread_sigmask(signal.SIG_BLOCK, ()), psutil.Process().children()
+    batches = iter(step_loader(dataset, sampler, num_workers=1, pin_memory=False))
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before, "this process still gets them"
+    (worker,) = set(psutil.Process().children()) - set(others)
+    worker.send_signal(number)
+    assert len(list(batches)) == len(list(sampler))
 
 
 def test_lengths_are_read_from_the_offsets():

@@ -8,9 +8,11 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.train.launching import Job, launch, torchrun
@@ -49,10 +51,11 @@ def test_ranks_that_are_signalled_at_a_random_moment_train_as_if_they_never_were
     job.wait_until(lambda: "step 2/" in job.stdout)
     time.sleep(random.uniform(0, 0.5))
     for process in job.processes():
-        process.send_signal(signal.SIGTERM)
+        with suppress(psutil.NoSuchProcess):  # a loader worker whose epoch has ended meanwhile
+            process.send_signal(signal.SIGTERM)
     assert job.wait() != 0, "it was too fast for the signal"
     stopped = re.search(r"stopped by a signal after step (\d+);", job.stdout)
-    assert stopped is not None, job.stderr[-3000:]
+    assert stopped is not None, job.stderr
     folder = root / name
     assert (folder / "checkpoints" / "latest").read_text() == f"step-{stopped[1]}"
     assert not list((folder / "checkpoints").glob(".*")) and not (folder / "final").exists()
