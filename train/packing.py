@@ -229,7 +229,7 @@ def any_supervised(rows: Rows, pieces: np.ndarray) -> bool:
 class StepLoader(DataLoader):
     """Prefetching loader whose workers outlive the signals that stop a run."""
 
-    def __iter__(self) -> Iterator[list[Batch]]:
+    def __iter__(self) -> Any:  # over list[Batch]; the type that torch declares is a private one
         with blocked():
             return super().__iter__()
 
