@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -43,9 +44,11 @@ def accelerate_deepspeed(ranks: int = 2, script: str = "train/main.py") -> list[
 
 
 class Job:
-    """A started command, its output in files."""
+    """A started command, its output in files. One that takes longer than ``limit_s`` from its start is killed."""
 
-    def __init__(self, folder: Path, arguments: list[str], command: list[str], **environ: str) -> None:
+    def __init__(
+        self, folder: Path, arguments: list[str], command: list[str], *, limit_s: float = TIMEOUT_S, **environ: str
+    ) -> None:
         inherited = {name: value for name, value in os.environ.items()
                      if not name.startswith(("ACCELERATE_", "PYTEST_", "WANDB_"))}
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -57,6 +60,8 @@ class Job:
                 [*command, *arguments], cwd=REPOSITORY, stdout=stdout, stderr=stderr,
                 env=inherited | {"OMP_NUM_THREADS": "1"} | environ,
             )
+        self.limit_s = limit_s
+        self.deadline = time.monotonic() + limit_s
 
     @property
     def stdout(self) -> str:
@@ -73,28 +78,44 @@ class Job:
 
     def rank(self, rank: int) -> psutil.Process:
         """The process of a rank: the launcher starts them in their order."""
-        ranks = [child for child in self.processes() if os.getsid(child.pid) == child.pid]
+        ranks = [child for child in psutil.Process(self.process.pid).children() if os.getsid(child.pid) == child.pid]
         return sorted(ranks, key=lambda process: (process.create_time(), process.pid))[rank]
 
+    def signal_all(self, number: signal.Signals) -> None:
+        """To ``processes``, as Slurm does it."""
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):  # a loader worker, or git: it has ended meanwhile
+                process.send_signal(number)
+
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
         while not condition():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.stderr[-3000:]
+            assert self.process.poll() is None, f"it has ended{self.tails()}"
+            if time.monotonic() > self.deadline:
+                tails = self.tails()
+                self.signal_all(signal.SIGKILL)
+                raise AssertionError(f"it was not there after {self.limit_s} s{tails}")
             time.sleep(0.02)
 
     def wait(self) -> int:
         """Exit code."""
         try:
-            return self.process.wait(TIMEOUT_S)
+            return self.process.wait(max(self.deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired as late:
+            raise AssertionError(f"it had not ended after {self.limit_s} s{self.tails()}") from late
         finally:
             if self.process.returncode is None:
-                for process in self.processes():
-                    process.kill()
+                self.signal_all(signal.SIGKILL)
+
+    def tails(self) -> str:
+        """What a message about it shows."""
+        return "".join(f"\n--- the end of {file}\n{file.read_text()[-3000:]}" for file in self.files)
 
 
-def launch(folder: Path, arguments: list[str], command: list[str], **environ: str) -> Job:
+def launch(
+    folder: Path, arguments: list[str], command: list[str], *, limit_s: float = TIMEOUT_S, **environ: str
+) -> Job:
     """A job that has ended."""
-    job = Job(folder, arguments, command, **environ)
+    job = Job(folder, arguments, command, limit_s=limit_s, **environ)
     job.wait()
     return job
 

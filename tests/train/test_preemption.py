@@ -8,11 +8,9 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.train.launching import Job, launch, torchrun
@@ -50,9 +48,7 @@ def test_ranks_that_are_signalled_at_a_random_moment_train_as_if_they_never_were
     job = Job(root / "logs", arguments, torchrun(), WANDB_MODE="offline")
     job.wait_until(lambda: "step 2/" in job.stdout)
     time.sleep(random.uniform(0, 0.5))
-    for process in job.processes():
-        with suppress(psutil.NoSuchProcess):  # a loader worker whose epoch has ended meanwhile
-            process.send_signal(signal.SIGTERM)
+    job.signal_all(signal.SIGTERM)
     assert job.wait() != 0, "it was too fast for the signal"
     stopped = re.search(r"stopped by a signal after step (\d+);", job.stdout)
     assert stopped is not None, job.stderr
