@@ -26,6 +26,7 @@ from tests.tiny import EOS_IDS, PAD_ID, TOKENIZER_LENGTH, random_model, save_tar
 
 CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 NUM_KEYS, NUM_SYMBOLS, FIRST_KEY = 4, 24, 200
+NEW_TOKENS, DRAFT_TOKENS = 40, 3  # where an engine answers
 KEYS = torch.arange(FIRST_KEY, FIRST_KEY + NUM_KEYS)
 
 
@@ -173,6 +174,13 @@ def assert_same(served: Served, own: Served, greedy: list[list[int]]) -> None:
     print(served.num_rounds, served.accepted_per_position, own.num_rounds, own.accepted_per_position)
     assert served.answers == greedy == own.answers
     assert own.accepted > 1 and served.accepted == pytest.approx(own.accepted, rel=LOST_ACCEPTANCE)
+
+
+def assert_features_matter(served: Served, speculated: Served, greedy: list[list[int]]) -> None:
+    """``served``, with features of wrong layers, accepts less: or any features would pass for the right ones."""
+    print(served.num_rounds, served.accepted_per_position)
+    assert served.answers == greedy
+    assert served.accepted < (1 - 2 * LOST_ACCEPTANCE) * speculated.accepted
 
 
 def prompts(number: int) -> list[list[int]]:
