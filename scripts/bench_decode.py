@@ -38,8 +38,9 @@ from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.engine import DecodeEngine, DraftShape
 from specvocab_model.engine.shapes import width_for
-from specvocab_model.evaluation import Difference, Measurement, first_difference
+from specvocab_model.evaluation import first_difference
 from specvocab_model.heads import build_head
+from specvocab_model.measurement import Difference, Measurement
 from specvocab_model.options import draft_shape
 from specvocab_model.sampling import Sampling
 from specvocab_model.target import TORCH_DTYPES, Target, default_feature_layers, load_spec

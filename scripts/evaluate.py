@@ -4,12 +4,14 @@
     python scripts/evaluate.py +experiment=qwen3_8b eval.prompts=spec_bench.jsonl eval.max_new_tokens=1024
 
 Reads ``output_dir/export/``, writes ``output_dir/evaluation.json`` and the checkpoint's model card. Compared are plain
-decoding, an untrained draft of the same shape, and the draft with the full vocabulary and the speculated one, or with
-the reduced one that it was trained or pruned to.
+decoding, the draft as it was before training where it was trained here, and the draft with the full vocabulary and the
+speculated one, or with the reduced one that it was trained or pruned to. Stopped at any moment, the same command goes
+on with the prompts that are left.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -26,7 +28,8 @@ from specvocab_model.config import Config, ConfigError, HeadConfig
 from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.evaluation import Variant, evaluate
-from specvocab_model.export import PROVENANCE_FILE, add_evaluation
+from specvocab_model.export import PARTS, PROVENANCE_FILE, Provenance, add_evaluation
+from specvocab_model.files import read_json, require_fields, sha256, write_json
 from specvocab_model.heads import build_head
 from specvocab_model.target import TORCH_DTYPES, Target, load_spec
 
@@ -60,16 +63,7 @@ def run(config: Config) -> dict[str, Any]:
         feature_layers=model.architecture.feature_layers,
         dtype=TORCH_DTYPES[config.eval.dtype],
     )
-    evaluation = evaluate(
-        target,
-        make_variants(target, model, config.seed),
-        [as_tokens(target, prompt, config, model.architecture.max_position_embeddings) for prompt in prompts],
-        max_new_tokens=config.eval.max_new_tokens,
-        num_draft_tokens=config.eval.num_draft_tokens,
-        temperature=config.eval.temperature,
-        seed=config.seed,
-    )
-    result = {
+    about = {
         "target": config.target.model,
         "prompts": config.eval.prompts,
         "num_prompts": len(prompts),
@@ -78,24 +72,79 @@ def run(config: Config) -> dict[str, Any]:
         "temperature": config.eval.temperature,
         "dtype": config.eval.dtype,
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "cpu",
-        **evaluation.to_dict(),
     }
+    unfinished = Unfinished(Path(config.output_dir, "evaluation.unfinished"), about | {
+        "checkpoint": [sha256(folder / part) for part in PARTS if (folder / part).is_file()],
+        "fingerprint": target.spec.fingerprint,
+        "asked": [[prompt.id, prompt.digest] for prompt in prompts],
+        "template": config.target.chat_template_kwargs,
+        "seed": config.seed,
+    })
+    evaluation = evaluate(
+        target,
+        make_variants(target, model, Provenance.read(folder).config),
+        [as_tokens(target, prompt, config, model.architecture.max_position_embeddings) for prompt in prompts],
+        max_new_tokens=config.eval.max_new_tokens,
+        num_draft_tokens=config.eval.num_draft_tokens,
+        temperature=config.eval.temperature,
+        seed=config.seed,
+        finished=unfinished.read(),
+        on_prompt=unfinished.write,
+    )
+    result = about | evaluation.to_dict()
     add_evaluation(folder, result)
-    path = Path(config.output_dir, "evaluation.json")
-    path.with_suffix(".tmp").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    os.replace(path.with_suffix(".tmp"), path)
+    replace_json(Path(config.output_dir, "evaluation.json"), result)
+    unfinished.path.unlink()
     return result
 
 
-def make_variants(target: Target, model: SpecVocabDraft, seed: int) -> dict[str, Variant]:
-    """What is compared: the draft with each head that it has, and the same layer as it was before training."""
-    torch.manual_seed(seed)
-    untrained = place_draft(SpecVocabDraft(model.architecture, HeadConfig(type="full")), target)
+class Unfinished:
+    """What an evaluation has measured so far.
+
+    Args:
+        key: everything that decides the figures, as JSON types.
+    """
+
+    def __init__(self, path: Path, key: dict[str, Any]) -> None:
+        self.path, self.digest = path, hashlib.sha256(json.dumps(key).encode()).hexdigest()
+
+    def read(self) -> dict[str, Any] | None:
+        """None where nothing is left of an evaluation with the same key."""
+        if not self.path.is_file():
+            return None
+        fix = "remove it: the evaluation then begins anew"
+        content = read_json(self.path, fix)
+        require_fields(content, {"digest": str, "num_prompts": int, "measurements": dict}, self.path, fix)
+        if content["digest"] != self.digest:
+            return None
+        print(f"going on after {content['num_prompts']} prompts")
+        return content
+
+    def write(self, measured: dict[str, Any]) -> None:
+        replace_json(self.path, {"digest": self.digest, **measured})
+
+
+def replace_json(path: Path, content: dict[str, Any]) -> None:
+    """Write it whole or not at all."""
+    write_json(path.with_suffix(".tmp"), content)
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def make_variants(target: Target, model: SpecVocabDraft, training: dict[str, Any] | None) -> dict[str, Variant]:
+    """What is compared: the draft with each head that it has, and the same layer as it was before training.
+
+    Args:
+        training: ``Provenance.config``; a converted draft has none of a training, and began nobody knows where.
+    """
+    variants = {}
+    if training is not None and "draft" in training:
+        torch.manual_seed(training["seed"])
+        untrained = place_draft(SpecVocabDraft(model.architecture, HeadConfig(type="full")), target)
+        variants["untrained"] = Variant(model=untrained, head=build_head("full", target, untrained))
     place_draft(model, target)
     kind = model.head_config.type
     heads = ["full", kind] if kind == "speculative" else [kind]
-    trained = {kind: Variant(model=model, head=build_head(kind, target, model)) for kind in heads}
-    return {"untrained": Variant(model=untrained, head=build_head("full", target, untrained))} | trained
+    return variants | {kind: Variant(model=model, head=build_head(kind, target, model)) for kind in heads}
 
 
 def table(result: dict[str, Any]) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,14 +13,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from specvocab_model.decode import DecodeOutput, Proposal, autoregressive_generate, speculative_generate
+from specvocab_model.decode import DecodeOutput, autoregressive_generate, speculative_generate
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.heads import FullHead, Head
+from specvocab_model.measurement import CandidateRecall, Difference, Measurement
 from specvocab_model.target import Target
 
 WARM_UP_TOKENS = 8
 IN_THE_BAR = ("full", "speculative", "static")  # whose τ the progress bar has room for
-RECALL_ROWS = 128  # positions whose full-vocabulary logits exist at one time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,121 +34,6 @@ class EvalPrompt:
     category: str
     num_turns: int
     encode_turn: Callable[[Sequence[str]], list[int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """Where an output leaves the autoregressive one."""
-
-    id: str
-    turn: int
-    position: int  # index of the first new token that differs
-    top2_gap: float  # the target's best logit there minus its second best; of the order of rounding for a tie
-
-
-@dataclass(slots=True)
-class Measurement:
-    """Sums over all decoded turns of one way to decode."""
-
-    num_tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by category
-    num_target_forwards: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    seconds: float = 0.0
-    num_proposed: list[int] = field(default_factory=list)  # by position in the chain
-    num_accepted: list[int] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)
-    recall: CandidateRecall | None = None
-
-    def add(self, category: str, output: DecodeOutput, seconds: float) -> None:
-        self.num_tokens[category] += len(output.sequences)
-        self.num_target_forwards[category] += output.num_target_forwards
-        self.seconds += seconds
-        longest = max(output.proposals, default=0)
-        for counts in (self.num_proposed, self.num_accepted):
-            counts.extend([0] * (longest - len(counts)))
-        for proposed, accepted in zip(output.proposals, output.accepted_per_round, strict=True):
-            for i in range(proposed):
-                self.num_proposed[i] += 1
-                self.num_accepted[i] += i < accepted
-
-    @property
-    def tau(self) -> float:
-        """Acceptance length: tokens per target forward, pooled."""
-        return sum(self.num_tokens.values()) / sum(self.num_target_forwards.values())
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(self.num_tokens.values()) / self.seconds
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything a report needs, as JSON types."""
-        return {
-            "tau": self.tau,
-            "tau_per_category": {
-                name: tokens / self.num_target_forwards[name] for name, tokens in self.num_tokens.items()
-            },
-            "acceptance_per_position": [
-                accepted / proposed for accepted, proposed in zip(self.num_accepted, self.num_proposed, strict=True)
-            ],
-            "tokens_per_second": self.tokens_per_second,
-            "num_tokens": sum(self.num_tokens.values()),
-            "num_target_forwards": sum(self.num_target_forwards.values()),
-            "seconds": self.seconds,
-            "differences": [asdict(difference) for difference in self.differences],
-            "candidate_recall": self.recall.to_dict() if self.recall is not None else None,
-        }
-
-
-class CandidateRecall:
-    """Share of judged draft positions whose reference token is among the head's candidates.
-
-    Judged are the accepted drafts of a chain and the first rejected one: what follows a rejection, or an EOS, continues
-    a text that does not exist. References: the target's argmax there (``target_top1``), and the argmax of the full head
-    on the same draft output (``draft_top1``).
-    """
-
-    def __init__(self, full_head: Head):
-        self.full_head = full_head
-        self.hidden: list[Tensor] = []
-        self.candidates: list[Tensor] = []
-        self.target_ids: list[Tensor] = []
-        self.num_positions = self.num_target_hits = self.num_draft_hits = 0
-
-    def observe(self, proposal: Proposal, target_logits: Tensor, num_emitted: int) -> None:
-        """Remember one verification; cheap, because it happens inside the measured time."""
-        num_judged = min(num_emitted, len(proposal.token_ids))
-        self.hidden.append(proposal.hidden[:num_judged])
-        for ids in proposal.candidates[:num_judged]:
-            assert ids is not None
-            self.candidates.append(ids)
-        self.target_ids.append(target_logits[:num_judged].argmax(-1))
-
-    @torch.inference_mode()
-    def count(self) -> tuple[int, int, int]:
-        """Add what was remembered to the counts and forget it.
-
-        Returns:
-            What was added: judged positions, and those where the target's and the draft's token was a candidate.
-        """
-        if not self.hidden:
-            return 0, 0, 0
-        before = self.num_positions, self.num_target_hits, self.num_draft_hits
-        hidden, target_ids, remembered = torch.cat(self.hidden), torch.cat(self.target_ids), self.candidates
-        self.hidden, self.target_ids, self.candidates = [], [], []
-        for start in range(0, len(hidden), RECALL_ROWS):
-            at = slice(start, start + RECALL_ROWS)
-            rows, ids, candidates = hidden[at], target_ids[at], torch.stack(remembered[at])
-            self.num_positions += len(rows)
-            self.num_target_hits += int((candidates == ids[:, None]).any(-1).sum())
-            self.num_draft_hits += int((candidates == self.full_head(rows).greedy_tokens()[:, None]).any(-1).sum())
-        return self.num_positions - before[0], self.num_target_hits - before[1], self.num_draft_hits - before[2]
-
-    def to_dict(self) -> dict[str, float | int | None]:
-        share = (lambda hits: hits / self.num_positions) if self.num_positions else (lambda hits: None)
-        return {
-            "target_top1": share(self.num_target_hits),
-            "draft_top1": share(self.num_draft_hits),
-            "num_positions": self.num_positions,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +97,8 @@ def evaluate(
     seed: int = 0,
     show_progress: bool = True,
     on_turn: Callable[[Turn], None] | None = None,
+    finished: Mapping[str, Any] | None = None,
+    on_prompt: Callable[[dict[str, Any]], None] | None = None,
 ) -> Evaluation:
     """Decode every turn autoregressively and with every variant, one after the other.
 
@@ -226,6 +112,8 @@ def evaluate(
         seed: of the sampled tokens, when the temperature is not 0. With the prompt's id it decides them, whichever
             prompts and variants are decoded beside it.
         on_turn: called when a variant has decoded a turn.
+        on_prompt: called after each prompt with all that was measured, as JSON types; given to another call for the
+            same prompts and variants as ``finished``, that one decodes the prompts that are left.
 
     Raises:
         ValueError: there are no prompts.
@@ -246,8 +134,14 @@ def evaluate(
         variants={name: Measurement(recall=_recall(target, variant)) for name, variant in variants.items()},
         greedy=temperature == 0,
     )
-    with tqdm(total=sum(prompt.num_turns for prompt in prompts), unit="turn", disable=not show_progress) as progress:
-        for prompt in prompts:
+    measurements = {"autoregressive": evaluation.autoregressive} | evaluation.variants
+    num_finished = 0 if finished is None else finished["num_prompts"]
+    if finished is not None:
+        for name, measured in measurements.items():
+            measured.restore(finished["measurements"][name])
+    turns, done = (sum(prompt.num_turns for prompt in prompts[:end]) for end in (None, num_finished))
+    with tqdm(total=turns, initial=done, unit="turn", disable=not show_progress) as progress:
+        for index, prompt in enumerate(prompts[num_finished:], start=num_finished + 1):
             answers: list[str] = []
             for turn in range(prompt.num_turns):
                 input_ids = _input_ids(target, prompt, answers)
@@ -272,6 +166,9 @@ def evaluate(
                 shown = [name for name in IN_THE_BAR if name in variants] or list(variants)[:1]
                 progress.set_postfix({f"tau {name}": f"{evaluation.variants[name].tau:.2f}" for name in shown})
                 progress.update()
+            if on_prompt is not None:
+                on_prompt({"num_prompts": index, "measurements": {name: measured.state()
+                                                                  for name, measured in measurements.items()}})
     return evaluation
 
 

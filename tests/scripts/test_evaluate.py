@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from data_gen.chat import encode_prompt
 from data_gen.prompts import load_prompts
@@ -17,8 +18,9 @@ from scripts import evaluate
 from specvocab_model.config import Config, ConfigError, DataConfig, EvalConfig, HeadConfig, TargetConfig
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import Provenance, save_checkpoint
-from specvocab_model.target import load_spec
+from specvocab_model.target import Target, load_spec
 from tests.tiny import tiny_target, tiny_target_folder
+from tests.train.runs import largest_difference
 
 SPEC_BENCH = [
     {"question_id": 81, "category": "writing", "turns": ["Compose a post.", "Rewrite it."]},
@@ -46,10 +48,14 @@ def config(tmp_path: Path, target_folder: Path) -> Config:
     )
 
 
-def export(config: Config) -> None:
+def export(config: Config, recorded: dict | None = None) -> SpecVocabDraft:
+    """A draft that was trained for no step; ``recorded``: what its provenance has in the place of a training's."""
     spec = load_spec(config.target)
+    torch.manual_seed(config.seed)
     model = SpecVocabDraft.build(spec, config.draft, config.head)
-    save_checkpoint(Path(config.output_dir, "export"), model, spec, Provenance())
+    provenance = Provenance(config=asdict(config) if recorded is None else recorded)
+    save_checkpoint(Path(config.output_dir, "export"), model, spec, provenance)
+    return model
 
 
 def test_spec_bench_from_checkpoint_to_table(config: Config, capsys: pytest.CaptureFixture[str]):
@@ -89,6 +95,60 @@ def test_a_draft_with_a_static_head(config: Config):
     assert list(result["tau"]) == ["untrained", "static"] and result["lossless"] is True
     assert 0 <= result["candidate_recall"]["target_top1"] <= 1
     assert "static" in evaluate.table(result)
+
+
+def test_the_untrained_draft_is_what_training_began_with(config: Config, target_folder: Path):
+    config.seed = 5
+    model = export(config)
+    target = Target.load(config.target, device="cpu", feature_layers=model.architecture.feature_layers)
+    loaded = SpecVocabDraft.from_pretrained(Path(config.output_dir, "export"), target_spec=target.spec)
+    untrained = evaluate.make_variants(target, loaded, asdict(config))["untrained"].model
+    trained_for_no_step = {name: weight.to(torch.bfloat16) for name, weight in model.draft.state_dict().items()}
+    assert largest_difference(untrained.draft.state_dict(), trained_for_no_step) == 0.0
+
+
+def test_a_converted_draft_is_not_compared_with_an_untrained_one(config: Config):
+    export(config, recorded={"convert": {"draft": "somebody/else"}})
+    result = evaluate.run(config)
+    assert list(result["tau"]) == ["full", "speculative"]
+    assert evaluate.table(result)
+
+
+def test_a_killed_evaluation_goes_on_unless_something_else_is_asked(config: Config, monkeypatch, capsys):
+    config.eval = replace(config.eval, max_new_tokens=4)
+    export(config)
+    begun: list[int] = []
+    decode = evaluate.evaluate
+
+    def spied(*arguments, finished, on_prompt, **options):
+        begun.append(0 if finished is None else finished["num_prompts"])
+
+        def killed_after_one(state):
+            on_prompt(state)
+            if len(begun) == 1:
+                raise KeyboardInterrupt
+
+        return decode(*arguments, finished=finished, on_prompt=killed_after_one, **options)
+
+    monkeypatch.setattr(evaluate, "evaluate", spied)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.run(config)
+    left = Path(config.output_dir, "evaluation.unfinished")
+    content = left.read_text()
+    result = evaluate.run(config)
+    assert "going on after 1 prompts" in capsys.readouterr().out and not left.exists()
+    assert set(result["details"]["full"]["tau_per_category"]) == {"writing", "coding"}
+    left.write_text(content)
+    evaluate.run(replace(config, eval=replace(config.eval, max_new_tokens=3)))
+    left.write_text(content)
+    config.seed = 1
+    export(config)
+    config.seed = 0  # other weights is all that has changed
+    evaluate.run(config)
+    assert begun == [0, 1, 0, 0]
+    left.write_text("{}")
+    with pytest.raises(ConfigError, match=r"evaluation\.unfinished is damaged: it has no digest; remove it"):
+        evaluate.run(config)
 
 
 def test_only_the_first_prompts_are_asked(config: Config):

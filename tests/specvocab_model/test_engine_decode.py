@@ -17,8 +17,8 @@ from specvocab_model.decode import DecodeOutput, Proposal, place_draft, speculat
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.engine import EAGLE2, DecodeEngine, DraftShape
 from specvocab_model.engine.drafting import ChainDrafter
-from specvocab_model.evaluation import Measurement
 from specvocab_model.heads import Head, HeadOutput, InContextHead, StaticHead, build_head
+from specvocab_model.measurement import Measurement
 from specvocab_model.sampling import Sampling
 from specvocab_model.target import Target
 from specvocab_model.vocab import VocabMap

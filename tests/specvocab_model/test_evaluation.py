@@ -21,8 +21,9 @@ from specvocab_model.decode import (
     speculative_generate,
 )
 from specvocab_model.draft import SpecVocabDraft
-from specvocab_model.evaluation import Difference, EvalPrompt, Evaluation, Measurement, Variant, evaluate
+from specvocab_model.evaluation import EvalPrompt, Evaluation, Variant, evaluate
 from specvocab_model.heads import build_head
+from specvocab_model.measurement import Difference, Measurement
 from specvocab_model.target import Target
 from tests.tiny import tile_candidates, tiny_target
 
@@ -201,6 +202,34 @@ def test_what_is_sampled_does_not_depend_on_what_else_is_decoded(target: Target,
             (turn.variant, turn.prompt.id, turn.number, turn.num_baseline_tokens, turn.output)))
     assert [turn for turn in beside if turn[:2] == ("full", "When")] == alone
     assert prompts[1].encode_turn.given[-1] == prompts[1].encode_turn.given[1]
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_killed_evaluation_goes_on_with_the_prompts_that_are_left(
+    target: Target, variants: dict[str, Variant], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(evaluation, "_timed", lambda decode, *, input_ids, seed, **options: (
+        decode(input_ids, generator=torch.Generator().manual_seed(seed), **options), 0.5))
+    prompts = [prompt(target, "What", "a"), prompt(target, "Where", "b", num_turns=2), prompt(target, "Who", "a")]
+    run = partial(evaluate, target, variants, prompts, max_new_tokens=6, num_draft_tokens=3, show_progress=False)
+    saved: list[str] = []
+
+    def killed_after_two(state: dict[str, object]) -> None:
+        saved.append(json.dumps(state))
+        if len(saved) == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(on_prompt=killed_after_two)
+    asked = len(prompts[0].encode_turn.given) + len(prompts[1].encode_turn.given)
+    resumed = run(finished=json.loads(saved[-1]), on_prompt=lambda state: saved.append(json.dumps(state)))
+    warm_up = 1 + len(variants)
+    assert len(prompts[0].encode_turn.given) + len(prompts[1].encode_turn.given) == asked + warm_up
+    assert resumed.to_dict() == run().to_dict()
+    assert run(finished=json.loads(saved[-1])).to_dict() == resumed.to_dict() and len(saved) == 3
 
 
 def test_the_result_is_json(target: Target, variants: dict[str, Variant]):
