@@ -166,6 +166,7 @@ def unreachable(request, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setattr(tracking, "WANDB_INIT_TIMEOUT_S", 1.0)
+    monkeypatch.setenv("WANDB_X_DISABLE_VIEWER", "true")  # else W&B asks whose key this is, for 5 s at a time
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         if request.param == "nobody answers":
