@@ -4,7 +4,7 @@
     python scripts/compare_heads.py +experiment=qwen3_8b eval.prompts=spec_bench.jsonl 'compare.train_static=[32000]'
 
 Takes the experiment's exported draft; where there is none, scripts/pipeline.py makes it first with the same overrides.
-Compared are the heads of ``compare`` (CompareConfig in specvocab_model/config.py). Prints tables, and writes all of it
+Compared are the heads of ``compare`` (CompareConfig in specvocab_model/config). Prints tables, and writes all of it
 with charts to ``output_dir/compare_heads/``: compare_heads.json and .html. Decoded turns and measured times are kept
 there, so that another run decodes and measures only what is missing: another head or prompt, or what a killed run left.
 """
