@@ -94,7 +94,7 @@ def run(config: Config) -> dict[str, Any]:
     result = about | evaluation.to_dict()
     add_evaluation(folder, result)
     replace_json(Path(config.output_dir, "evaluation.json"), result)
-    unfinished.path.unlink()
+    unfinished.path.unlink(missing_ok=True)
     return result
 
 

@@ -109,12 +109,13 @@ def test_evaluate(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Only what it writes: the measurement itself, whose seconds differ from run to run, is done once."""
     folder = export(config)
     before = contents(folder)
-    measured = []
+    measured, saved = [], []
     measure = evaluate.evaluate
 
-    def once(*arguments: Any, **options: Any) -> Any:
+    def once(*arguments: Any, on_prompt: Callable[[dict[str, Any]], None], **options: Any) -> Any:
         if not measured:
-            measured.append(measure(*arguments, **options))
+            measured.append(measure(*arguments, on_prompt=saved.append, **options))
+        on_prompt(saved[0])
         return measured[0]
 
     monkeypatch.setattr(evaluate, "evaluate", once)
@@ -126,6 +127,7 @@ def test_evaluate(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert written.read_bytes() == result
         evaluate.run(config)
         assert contents(folder) == whole and written.read_bytes() == result
+        assert {path.name for path in folder.parent.iterdir()} == {"final", "export", "evaluation.json"}
         for name, content in before.items():
             (folder / name).write_bytes(content)
         written.unlink()
