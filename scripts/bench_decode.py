@@ -6,7 +6,8 @@
     python scripts/bench_decode.py --tiny                                                # seconds, any machine
 
 Every draft is measured with each head that it has: the full one and the speculated vocabulary, or the static head that
-it was trained or pruned to (scripts/trim_vocab.py). A shape is a chain's length, or DEPTHxTOP_KxTOKENS of a dynamic
+it was trained or pruned to (scripts/trim_vocab.py). Of several exports of one draft, ``--own-heads`` measures the full
+head once. A shape is a chain's length, or DEPTHxTOP_KxTOKENS of a dynamic
 tree. All decode the same turns one after the other, in one process, with the same graphs; seconds include the prefill.
 A later turn of a prompt follows on the target's greedy answers. Greedy outputs are compared with the plain one; of
 every output that differs, the JSON has the gap between the target's two best logits there: rounding for a tie.
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                           layers=7, static_size=50, num_candidates=32, num_prompts=2, prompt_tokens=9,
                           max_new_tokens=12, shapes=[DraftShape(3), DraftShape(3, 3, 8)], dtype="float32")
     device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)  # no figures are lost to a folder that is not there
     try:
         target, drafts, turns = random_setting(args, device) if args.random else real_setting(args, device)
         report = measure(args, target, drafts, turns)
@@ -75,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", help="folder or hub id")
     parser.add_argument("--gguf-file", help="in the target's folder")
     parser.add_argument("--draft", nargs="+", type=Path, default=[], help="exported checkpoints")
-    parser.add_argument("--own-heads", action="store_true", help="not the full head of drafts that have another one")
+    parser.add_argument("--own-heads", action="store_true", help="the full head of the first draft only")
     parser.add_argument("--prompts", type=Path, help="jsonl, as eval.prompts")
     parser.add_argument("--num-prompts", type=int, help="so many, evenly spaced over the file; by default all of them")
     parser.add_argument("--max-new-tokens", type=int, default=256)
@@ -208,13 +211,15 @@ def measure(
         "sampling": Sampling(temperature=args.temperature), "graphs": not args.no_graphs,
     }
     engines = {"autoregressive": DecodeEngine(target, **options)}
+    parts: dict[str, dict[str, str]] = {"autoregressive": {}}
     for name, model in drafts.items():
         place_draft(model, target)
-        kind = model.head_config.type
-        for head in ["full", kind] if kind == "speculative" and not args.own_heads else [kind]:
+        kind, first = model.head_config.type, len(engines) == 1
+        for head in ["full", kind] if kind == "speculative" and (first or not args.own_heads) else [kind]:
             made = build_head(head, target, model)
             for shape in args.shapes:
                 label = f"{name} {head} {name_of(shape)}"
+                parts[label] = {"draft": name, "head": head, "shape": name_of(shape)}
                 engines[label] = DecodeEngine(target, model, made, shape=shape, **options)
     measured = decode(args, target, engines, turns)
     plain = measured["autoregressive"].tokens_per_second
@@ -224,9 +229,9 @@ def measure(
         "torch": torch.__version__, "target": target.spec.name, "dtype": args.dtype, "batch": args.batch,
         "temperature": args.temperature, "num_turns": len(turns), "max_new_tokens": args.max_new_tokens,
         "results": {
-            name: measured[name].to_dict() | {"speed_up": measured[name].tokens_per_second / plain,
-                                              "milliseconds": times(engine, length)}
-            for name, engine in engines.items()
+            label: parts[label] | measured[label].to_dict() | {
+                "speed_up": measured[label].tokens_per_second / plain, "milliseconds": times(engine, length)}
+            for label, engine in engines.items()
         },
     }
 

@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import argparse
 import html
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from train.charts import COLORS, Line, chart, page, table
-from train.identity import flatten
-from train.tracking import METRICS_FILE, RUN_FILE, SAMPLES_FILE, read_lines
+from train.run_files import RunFiles, read_runs
+from train.tracking import METRICS_FILE
 
 ACCURACY = "accuracy/step_"
 # Title, metric, note; "train/" and "validation/" are put before it.
@@ -47,25 +42,6 @@ PLAIN_CHARTS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFiles:
-    """What a run has written so far."""
-
-    label: str
-    metrics: list[dict[str, Any]]
-    samples: list[dict[str, Any]]
-    config: dict[str, Any]
-    provenance: dict[str, Any]
-    finished: bool
-
-    def points(self, name: str) -> list[tuple[float, float]]:
-        return [(line["step"], line[name]) for line in self.metrics if name in line]
-
-    def last(self, name: str) -> float | None:
-        points = self.points(name)
-        return points[-1][1] if points else None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, metavar="outputs/RUN")
@@ -81,25 +57,6 @@ def main() -> None:
     except OSError as error:
         sys.exit(f"error: cannot write {output}: {error}; choose another --output")
     print(f"written to {output}")
-
-
-def read_runs(folders: Sequence[Path]) -> list[RunFiles]:
-    """Runs by their folders' names, or by their whole paths where two names are the same."""
-    names = [folder.resolve().name for folder in folders]
-    return [read_run(folder, name if names.count(name) == 1 else str(folder))
-            for folder, name in zip(folders, names, strict=True)]
-
-
-def read_run(folder: Path, label: str) -> RunFiles:
-    config, provenance, samples = folder / "config.yaml", folder / RUN_FILE, folder / SAMPLES_FILE
-    return RunFiles(
-        label=label,
-        metrics=list(read_lines(folder / METRICS_FILE)),
-        samples=list(read_lines(samples)) if samples.exists() else [],
-        config=dict(flatten(yaml.safe_load(config.read_text()))) if config.exists() else {},
-        provenance=json.loads(provenance.read_text()) if provenance.exists() else {},
-        finished=(folder / "final" / "training.json").exists(),
-    )
 
 
 def report(runs: Sequence[RunFiles]) -> str:

@@ -71,6 +71,7 @@ class Measurement:
             ],
             "tokens_per_second": self.tokens_per_second,
             "num_tokens": sum(self.num_tokens.values()),
+            "num_tokens_per_category": dict(self.num_tokens),
             "num_target_forwards": sum(self.num_target_forwards.values()),
             "seconds": self.seconds,
             "differences": [asdict(difference) for difference in self.differences],

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -214,10 +215,9 @@ def _check_complete(config: TargetConfig, loading_info: dict[str, Any]) -> None:
 def _load_without_layers(load: Callable[..., Any], config: TargetConfig, **arguments: Any) -> Any:
     """Load into a model of no layers: transformers reads the embeddings, and warns that it was given all the rest."""
     no_layers = AutoConfig.from_pretrained(resolve_model(config), num_hidden_layers=0, **gguf_arguments(config))
-    logger = logging.getLogger("transformers.modeling_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
     try:
         return load(config=no_layers, **arguments)
     finally:
-        logger.setLevel(level)
+        transformers.logging.set_verbosity(verbosity)
