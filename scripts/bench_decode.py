@@ -243,7 +243,7 @@ def decode(
     by_length = sorted(turns, key=lambda turn: len(turn.prompt_ids)) if args.batch > 1 else list(turns)
     batches = [by_length[start : start + args.batch] for start in range(0, len(turns), args.batch)]
     measured = {name: Measurement() for name in engines}
-    for engine in engines.values():
+    for engine in tqdm(engines.values(), unit="engine", desc="warming up"):
         for batch in of_every_width(batches):
             engine.generate([turn.prompt_ids for turn in batch], max_new_tokens=args.max_new_tokens)
     for number, batch in enumerate(tqdm(batches, unit="batch", desc="decoding")):
