@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import html
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from specvocab_model.config import ConfigError
+from specvocab_model.options import run_command
 from train.charts import COLORS, Line, chart, page, table
 from train.run_files import RunFiles, read_runs
-from train.tracking import METRICS_FILE
 
 ACCURACY = "accuracy/step_"
 # Title, metric, note; "train/" and "validation/" are put before it.
@@ -42,20 +42,25 @@ PLAIN_CHARTS = (
 )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, metavar="outputs/RUN")
     parser.add_argument("--output", type=Path, help="file to write (default: report.html in the first folder)")
-    arguments = parser.parse_args()
-    output = arguments.output or arguments.folders[0] / "report.html"
-    if missing := [folder for folder in arguments.folders if not (folder / METRICS_FILE).is_file()]:
-        sys.exit(f"error: no {METRICS_FILE} in {', '.join(map(str, missing))}; name output folders of training runs")
-    page_text = report(read_runs(arguments.folders))
+    run_command(parser, write, argv)
+
+
+def write(options: argparse.Namespace) -> None:
+    """
+    Raises:
+        ConfigError: a folder is not that of a run, or the page cannot be written.
+    """
+    output = options.output or options.folders[0] / "report.html"
+    page_text = report(read_runs(options.folders))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page_text)
     except OSError as error:
-        sys.exit(f"error: cannot write {output}: {error}; choose another --output")
+        raise ConfigError(f"cannot write {output}: {error}; choose another --output") from error
     print(f"written to {output}")
 
 

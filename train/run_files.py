@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from specvocab_model.config import ConfigError
 from train.identity import flatten
 from train.tracking import METRICS_FILE, RUN_FILE, SAMPLES_FILE, read_lines
 
@@ -38,7 +39,13 @@ class RunFiles:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunFiles]:
-    """Runs by their folders' names, or by their whole paths where two names are the same."""
+    """Runs by their folders' names, or by their whole paths where two names are the same.
+
+    Raises:
+        ConfigError: a folder is not that of a run.
+    """
+    if missing := [folder for folder in folders if not (folder / METRICS_FILE).is_file()]:
+        raise ConfigError(f"no {METRICS_FILE} in {', '.join(map(str, missing))}; name output folders of training runs")
     names = [folder.resolve().name for folder in folders]
     return [read_run(folder, name if names.count(name) == 1 else str(folder))
             for folder, name in zip(folders, names, strict=True)]
