@@ -29,6 +29,7 @@ from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError, TargetConfig
 from specvocab_model.export import PARTS, PROVENANCE_FILE
 from specvocab_model.files import read_json, require_fields, sha256
+from specvocab_model.signals import held_back
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 HEARTBEAT_S = 2.0  # how much of a stage's time a kill can lose
@@ -192,23 +193,23 @@ def run(stage: Stage, fingerprint: str, config: Config, record: Record, lock: in
     """Run one stage to its end; exits with its exit code if it fails."""
     before, start = record.start(stage, fingerprint), time.monotonic()
     # The stage inherits the lock: should this process be killed alone, no second run starts while the stage lives on.
-    process = subprocess.Popen(
-        command(stage, config), stdin=subprocess.DEVNULL, pass_fds=(lock,), env=ENVIRONMENT | os.environ
-    )
-    with process:
-        try:
-            code = None
-            while code is None:
-                with suppress(subprocess.TimeoutExpired):
-                    code = process.wait(timeout=HEARTBEAT_S)
-                record.update(stage, seconds=before + time.monotonic() - start, finished=code == 0)
-        except KeyboardInterrupt:  # Ctrl-C reached the stage as well
-            _end(process)
-            _stop(f"{stage.name} was interrupted{GOES_ON}", 130)
-        except SystemExit:
-            process.terminate()
-            _end(process)
-            _stop(f"{stage.name} was terminated{GOES_ON}", 143)
+    try:
+        with held_back():
+            process = subprocess.Popen(
+                command(stage, config), stdin=subprocess.DEVNULL, pass_fds=(lock,), env=ENVIRONMENT | os.environ
+            )
+        code = None
+        while code is None:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout=HEARTBEAT_S)
+            record.update(stage, seconds=before + time.monotonic() - start, finished=code == 0)
+    except KeyboardInterrupt:  # Ctrl-C reached the stage as well
+        _end(process)
+        _stop(f"{stage.name} was interrupted{GOES_ON}", 130)
+    except SystemExit:
+        process.terminate()
+        _end(process)
+        _stop(f"{stage.name} was terminated{GOES_ON}", 143)
     if code < 0:
         _stop(f"{stage.name} was killed by signal {-code}{GOES_ON}", 128 - code)
     if code > 0:  # it has said why, and would say it again
@@ -225,6 +226,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(GRACE_S)
     except subprocess.TimeoutExpired:
         process.kill()
+        process.wait()
 
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:

@@ -27,6 +27,7 @@ from typing import NoReturn
 
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError
+from specvocab_model.signals import held_back
 from train.charts import number
 from train.sweep.launchers import GRACE_S, POLL_S, Job, Launcher, build_launcher
 from train.sweep.points import Point, Points, decisive
@@ -96,7 +97,8 @@ class Sweep:
             point.note(status="running", error=None)
             before = point.outcome().get("seconds", 0.0)
             print(f"{point.name}: started, log in {point.folder}", flush=True)
-            self.running.append(Running(point, self.launcher.start(point), before))
+            with held_back():  # else a point that has just started would not be stopped
+                self.running.append(Running(point, self.launcher.start(point), before))
         return bool(self.running)
 
     def _look_after(self, one: Running) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -251,7 +252,8 @@ def killed_when(seen: Path, command: list[str]) -> None:
         launcher = psutil.Process(process.pid)
         workers = launcher.children(recursive=True)
         for each in (launcher, *workers):
-            each.kill()
+            with suppress(psutil.NoSuchProcess):  # one that has ended meanwhile
+                each.kill()
         psutil.wait_procs(workers)
     assert process.returncode == -signal.SIGKILL
 

@@ -10,11 +10,25 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hydra import compose, initialize_config_dir
 
-from scripts.pipeline import CHANGED, FINISHED, Record, Stage, command, exclusive, main, needs_fetch, plan, run, table
+from scripts.pipeline import (
+    CHANGED,
+    FINISHED,
+    Record,
+    Stage,
+    _terminate,
+    command,
+    exclusive,
+    main,
+    needs_fetch,
+    plan,
+    run,
+    table,
+)
 from specvocab_model.config import CONFIG_DIR, Config, ConfigError, parse_config, register_schemas
 
 REPOSITORY = Path(CONFIG_DIR).parent
@@ -180,6 +194,34 @@ def test_a_failed_stage_stops_the_pipeline_with_its_code(program, code, message,
     assert stop.value.code == code
     assert capsys.readouterr().err == message + "\n"
     assert not record.standing(stage, "a")
+
+
+class Interrupted(subprocess.Popen):
+    """Its maker gets SIGTERM before it has the process in hand."""
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)
+        self.made.append(self)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)  # where Python looks for signals
+
+    made: ClassVar[list[subprocess.Popen]] = []
+
+
+def test_a_stage_that_is_just_being_started_is_ended_too(stage, tmp_path, monkeypatch, capsys):
+    write(stage, "import time; time.sleep(60)")
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            run(stage, "a", quickstart(), Record(tmp_path / "record.json"), os.open(tmp_path, os.O_RDONLY))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        (process,) = Interrupted.made
+        left = process.poll() is None
+        process.kill()
+    assert not left and stop.value.code == 143
+    assert capsys.readouterr().err == "train was terminated; the same command goes on from here\n"
 
 
 WAITING_STAGE = """

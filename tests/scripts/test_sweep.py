@@ -240,6 +240,28 @@ def test_a_launcher_that_fails_leaves_no_point_behind(arguments):
     assert launcher.jobs[0].stopped
 
 
+def test_a_point_that_is_just_being_started_is_stopped_too(arguments):
+    class Job:
+        stopped = False
+
+        def exit_code(self) -> int | None:
+            return 75 if self.stopped else None
+
+        def stop(self) -> None:
+            self.stopped = True
+
+    class Launcher:
+        def start(self, point):
+            self.job = Job()
+            signal.raise_signal(signal.SIGINT)
+            return self.job
+
+    arguments = [*arguments, grid(**{LR: [0.25]})]
+    config, launcher = config_of(arguments), Launcher()
+    assert sweep.Sweep(build_source(Points(config, arguments)), launcher, config).run() == 130
+    assert launcher.job.stopped
+
+
 def test_while_a_run_of_a_killed_sweep_lives_no_second_one_starts(tmp_path, arguments, monkeypatch, capsys):
     arguments = [*arguments, grid(**{LR: [0.25]})]
     program = PROGRAM.format(training=str(tmp_path / "training.py"))
