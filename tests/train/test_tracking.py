@@ -175,7 +175,6 @@ def unreachable(request, tmp_path, monkeypatch):
         yield request.param
 
 
-@pytest.mark.slow
 def test_wandb_without_key_or_server_goes_on_offline(tmp_path, caplog, unreachable):
     with caplog.at_level(logging.WARNING):
         run = tracker(tmp_path, "wandb", run_id="given-id")
