@@ -41,17 +41,21 @@ def encode_prompt(
 ) -> list[int]:
     """Token ids of a conversation up to where the assistant's answer begins.
 
-    A tokenizer without a chat template (a base model) gets the contents as plain text, and adds BOS if it does so.
+    Without a chat template (a base model) it is plain text that the target goes on with: the contents, a blank line
+    between each two, behind BOS if the tokenizer puts one in front of a text.
 
     Args:
         template_kwargs: variables of the chat template (``target.chat_template_kwargs``).
         tools: definitions of the tools that the assistant may call.
 
     Raises:
-        ValueError: the chat template refuses the conversation, or does not know one of the variables.
+        ValueError: the chat template refuses the conversation, does not know one of the variables, or is missing where
+            tools have to be described.
     """
     check_template_kwargs(tokenizer, template_kwargs or {})
     if tokenizer.chat_template is None:
+        if tools:
+            raise ValueError("tools are described by a chat template, and this tokenizer has none")
         return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     return render(tokenizer, messages, template_kwargs, tools=tools)
 
@@ -60,14 +64,19 @@ def user_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, 
     """What surrounds a user's words in the chat template, found by rendering a sentinel in their place.
 
     A model that continues ``header_ids`` invents what a user would say (Magpie, Xu et al. 2024,
-    https://arxiv.org/abs/2406.08464).
+    https://arxiv.org/abs/2406.08464). Without a template (a base model) it begins a text after BOS, and the first line
+    is taken for what is to be continued.
 
     Raises:
-        ValueError: there is no template, it does not keep the user's words as they are, or nothing in it ends the
-            turn.
+        ValueError: there is neither a template nor a BOS, the template does not keep the user's words as they are, or
+            nothing in it ends the turn.
     """
     if tokenizer.chat_template is None:
-        raise ValueError("inventing user turns needs a chat template, and this tokenizer has none")
+        beginning = tokenizer("")["input_ids"]
+        if not beginning:
+            raise ValueError("inventing prompts needs a chat template, or a BOS that a text begins with, and this "
+                             "tokenizer has neither")
+        return UserTurn(header_ids=beginning, end_text="\n", end_token_id=None)
     rendered = render(tokenizer, [{"role": "user", "content": SENTINEL}], template_kwargs, tokenize=False)
     parts = rendered.split(SENTINEL)
     if len(parts) != 2:

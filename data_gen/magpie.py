@@ -1,7 +1,7 @@
 """Magpie: prompts that the target invents itself (Xu et al. 2024, https://arxiv.org/abs/2406.08464).
 
 Given its chat template up to where a user's words begin, an instruct model writes what a user would say. No data set is
-needed, and the questions are of the kind that the target was tuned on.
+needed, and the questions are of the kind that the target was tuned on. A base model begins texts from BOS instead.
 """
 
 from __future__ import annotations

@@ -78,6 +78,24 @@ def test_bos_comes_once_with_and_without_a_template():
     assert encode_prompt(tokenizer_with(None), USER) == [ENDOFTEXT_ID, *ids_of("Hi")]
 
 
+def test_without_a_template_a_conversation_is_plain_text():
+    messages = [*USER, {"role": "assistant", "content": " there"}, {"role": "user", "content": "Go on"}]
+    assert encode_prompt(tokenizer_with(None), messages) == [ENDOFTEXT_ID, *ids_of("Hi\n\n there\n\nGo on")]
+    with pytest.raises(ValueError, match="tools are described by a chat template, and this tokenizer has none"):
+        encode_prompt(tokenizer_with(None), USER, tools=[{"type": "function"}])
+
+
+def test_without_a_template_the_first_line_after_bos_is_invented():
+    turn = user_turn(tokenizer_with(None))
+    assert (turn.header_ids, turn.stop_token_ids((7,))) == ([ENDOFTEXT_ID], (7,))
+    assert turn.words("A title \nA text", "length") == "A title"
+    assert turn.words("A text without an end", "length") is None
+    plain = tiny_tokenizer()
+    plain.chat_template = None
+    with pytest.raises(ValueError, match="needs a chat template, or a BOS that a text begins with"):
+        user_turn(plain)
+
+
 def test_a_template_that_writes_the_date_always_writes_the_same():
     tokenizer = tokenizer_with("{{ strftime_now( '%d %B %Y' ) if strftime_now is defined }}, "
                                '{{ strftime_now("%Y-%m-%d") }}' + CHAT_TEMPLATE)
@@ -152,7 +170,6 @@ def test_a_variable_that_the_template_does_not_have_is_refused(template):
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (None, "needs a chat template"),
         ("{{ messages[0]['content'] + '\\n' }}", r"ends a user turn with '\\n': nothing tells where the answer"),
         ("{{ raise_exception('no user') }}", r"refuses roles \['user'\]: no user"),
         (CHAT_TEMPLATE + CHAT_TEMPLATE, "shows a user's words 2 times"),
