@@ -120,6 +120,15 @@ def test_shared_candidates(device, selection, precision):
         check_logits(ids, logits, hidden, weights)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_candidates_shared_by_more_rows_than_one_block_has(device, precision):
+    weights = make(device, SELECTIONS["tile"], precision)
+    hidden = hidden_states(weights, 70)
+    ids, logits = vocab_head(hidden, weights, shared=True, impl="triton")
+    check_candidates(ids, hidden, weights, PRECISIONS[precision][2], shared=True)
+    check_logits(ids, logits, hidden, weights)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "int8"])
 @pytest.mark.parametrize("selection", ["exact", "tile"])

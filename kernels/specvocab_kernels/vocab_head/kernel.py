@@ -114,6 +114,7 @@ def tile_head(
         KEEP=selection.keep,
         MEMBERS=num_members,
         BLOCK_B=block_b,
+        BLOCKS=blocks if shared else 1,
         KIND=KINDS[weights.vocab_proj.dtype],
         SCALED=weights.scales is not None,
         SHARED=shared,

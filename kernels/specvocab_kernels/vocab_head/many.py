@@ -158,6 +158,7 @@ def select_kernel(
     KEEP: tl.constexpr,
     MEMBERS: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     KIND: tl.constexpr,
@@ -178,29 +179,32 @@ def select_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    scores = _scores(
-        high_ptr,
-        low_ptr,
-        proj_ptr,
-        scales_ptr,
-        start,
-        b,
-        present,
-        True,
-        RANK,
-        TILE,
-        BLOCK_B,
-        BLOCK_K,
-        STAGES,
-        KIND,
-        SCALED,
-        UPCAST,
-    )
-    if SHARED:  # rows must be comparable
-        scores *= tl.load(units_ptr + b, mask=present, other=0.0)[None, :]
-
     exists = place.to(tl.int64) * num_tiles + t < vocab_size
-    keys = tl.where(exists[:, None] & present[None, :], order_keys(scores), SELECTED_)
+    keys = tl.full((TILE, BLOCK_B), SELECTED_, dtype=tl.int32)
+    for i in tl.static_range(BLOCKS):  # shared: a tile's best ids of the rows of every block
+        row = i * BLOCK_B + lane.to(tl.int64) if SHARED else b
+        here = row < batch
+        scores = _scores(
+            high_ptr,
+            low_ptr,
+            proj_ptr,
+            scales_ptr,
+            start,
+            row,
+            here,
+            True,
+            RANK,
+            TILE,
+            BLOCK_B,
+            BLOCK_K,
+            STAGES,
+            KIND,
+            SCALED,
+            UPCAST,
+        )
+        if SHARED:  # rows must be comparable
+            scores *= tl.load(units_ptr + row, mask=here, other=0.0)[None, :]
+        keys = tl.maximum(keys, tl.where(exists[:, None] & here[None, :], order_keys(scores), SELECTED_))
     if SHARED:
         keys = tl.broadcast_to(tl.max(keys, 1)[:, None], (TILE, BLOCK_B))
     count = per_tile + tl.where(t < extra, 1, 0)
