@@ -179,7 +179,6 @@ def select_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    exists = place.to(tl.int64) * num_tiles + t < vocab_size
     keys = tl.full((TILE, BLOCK_B), SELECTED_, dtype=tl.int32)
     for i in tl.static_range(BLOCKS):  # shared: a tile's best ids of the rows of every block
         row = i * BLOCK_B + lane.to(tl.int64) if SHARED else b
@@ -204,6 +203,7 @@ def select_kernel(
         )
         if SHARED:  # rows must be comparable
             scores *= tl.load(units_ptr + row, mask=here, other=0.0)[None, :]
+        exists = place.to(tl.int64) * num_tiles + t < vocab_size
         keys = tl.maximum(keys, tl.where(exists[:, None] & here[None, :], order_keys(scores), SELECTED_))
     if SHARED:
         keys = tl.broadcast_to(tl.max(keys, 1)[:, None], (TILE, BLOCK_B))
