@@ -11,6 +11,7 @@ head once. A shape is a chain's length, or DEPTHxTOP_KxTOKENS of a dynamic
 tree. All decode the same turns one after the other, in one process, with the same graphs; seconds include the prefill.
 A later turn of a prompt follows on the target's greedy answers. Greedy outputs are compared with the plain one; of
 every output that differs, the JSON has the gap between the target's two best logits there: rounding for a tie.
+``--plain-layers`` adds every engine with the target's layers not compiled (specvocab_model/compiled_layers.py).
 ``--random`` makes target and drafts of random weights: their times are those of the shape, their acceptance means
 nothing.
 """
@@ -18,6 +19,7 @@ nothing.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import time
@@ -88,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=sorted(TORCH_DTYPES), default="bfloat16")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel anew")
+    parser.add_argument("--plain-layers", action="store_true", help="also with the target's layers not compiled")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--random", action="store_true", help="random weights of the shape that follows")
     parser.add_argument("--tiny", action="store_true", help="the same, tiny")
@@ -210,19 +213,24 @@ def measure(
         "capacity": longest + args.max_new_tokens, "batch_size": args.batch,
         "sampling": Sampling(temperature=args.temperature), "graphs": not args.no_graphs,
     }
-    engines = {"autoregressive": DecodeEngine(target, **options)}
-    parts: dict[str, dict[str, str]] = {"autoregressive": {}}
-    for name, model in drafts.items():
-        place_draft(model, target)
-        kind, first = model.head_config.type, len(engines) == 1
-        for head in ["full", kind] if kind == "speculative" and (first or not args.own_heads) else [kind]:
-            made = build_head(head, target, model)
-            for shape in args.shapes:
-                label = f"{name} {head} {name_of(shape)}"
-                parts[label] = {"draft": name, "head": head, "shape": name_of(shape)}
-                engines[label] = DecodeEngine(target, model, made, shape=shape, **options)
+    plain = copy.copy(target)
+    plain.compile_layers = False
+    engines: dict[str, DecodeEngine] = {}
+    parts: dict[str, dict[str, str]] = {}
+    for each, layers in [(target, ""), (plain, ", plain layers")][: 1 + args.plain_layers]:
+        engines[f"autoregressive{layers}"] = DecodeEngine(each, **options)
+        parts[f"autoregressive{layers}"] = {}
+        for number, (name, model) in enumerate(drafts.items()):
+            place_draft(model, target)
+            kind = model.head_config.type
+            for head in ["full", kind] if kind == "speculative" and (number == 0 or not args.own_heads) else [kind]:
+                made = build_head(head, target, model)
+                for shape in args.shapes:
+                    label = f"{name} {head} {name_of(shape)}{layers}"
+                    parts[label] = {"draft": name, "head": head, "shape": name_of(shape)}
+                    engines[label] = DecodeEngine(each, model, made, shape=shape, **options)
     measured = decode(args, target, engines, turns)
-    plain = measured["autoregressive"].tokens_per_second
+    baseline = measured["autoregressive"].tokens_per_second
     length = sum(len(turn.prompt_ids) for turn in turns) // len(turns) + args.max_new_tokens // 2
     return {
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "CPU",
@@ -230,7 +238,7 @@ def measure(
         "temperature": args.temperature, "num_turns": len(turns), "max_new_tokens": args.max_new_tokens,
         "results": {
             label: parts[label] | measured[label].to_dict() | {
-                "speed_up": measured[label].tokens_per_second / plain, "milliseconds": times(engine, length)}
+                "speed_up": measured[label].tokens_per_second / baseline, "milliseconds": times(engine, length)}
             for label, engine in engines.items()
         },
     }

@@ -7,7 +7,8 @@ Prompts are those of ``generation.prompt_files`` (or of the quickstart), repeate
 runs compare. A first pass over all prompts is not counted: it compiles and captures. The hours are those of the answers
 that data_gen/main.py would be asked for: to all prompts of the files and ``generation.magpie_prompts``, each
 ``generation.samples_per_prompt`` times; at most, because an answer that ends before ``generation.max_new_tokens`` takes
-less. Writes ``output_dir/bench_generate.json``.
+less. The engine of this process is timed again with the target's layers not compiled (specvocab_model/
+compiled_layers.py). Writes ``output_dir/bench_generate.json``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from data_gen.chat import encode_prompt
-from data_gen.engines import Engine, Rejected, SamplingParams, build_engine
+from data_gen.engines import ContinuousEngine, Engine, Rejected, SamplingParams, build_engine
 from data_gen.prompts import load_prompts
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import CONFIG_DIR, Config, ConfigError
@@ -40,7 +41,11 @@ SAMPLE_MS = 100  # of the GPU's utilisation
 def main(config: Config) -> None:
     on_gpu = torch.cuda.is_available() and not config.distributed.cpu
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    result = measure(config, build_engine(config, device), prompts_of(config))
+    engine, prompts = build_engine(config, device), prompts_of(config)
+    result = measure(config, engine, prompts)
+    if isinstance(engine, ContinuousEngine):
+        plain = measure(config, with_plain_layers(engine), prompts)
+        result["plain_layers_tokens_per_second"] = plain["tokens_per_second"]
     result |= {"device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
                "torch": torch.__version__, "target": config.target.model, "engine": config.generation.engine}
     path = Path(config.output_dir) / "bench_generate.json"
@@ -64,6 +69,13 @@ def prompts_of(config: Config) -> list[list[int]]:
     if not fitting:
         raise ConfigError(f"all prompts have more than generation.max_prompt_tokens={limit} tokens; raise it")
     return list(islice(cycle(fitting), config.generation.num_prompts or NUM_PROMPTS))
+
+
+def with_plain_layers(engine: ContinuousEngine) -> ContinuousEngine:
+    """The same engine, whose target's layers are not compiled. The old one gives its slots up, and is done with."""
+    engine.drop_slots()
+    engine.target.compile_layers = False
+    return ContinuousEngine(engine.target, batch_tokens=engine.batch_tokens)
 
 
 def num_answers(config: Config) -> int:

@@ -2,6 +2,7 @@
 
     python scripts/bench_train.py --json train.json
     python scripts/bench_train.py --target both --seq-len 4096     # also with the target's forward
+    python scripts/bench_train.py --target all --seq-len 4096      # and with its layers not compiled, too
     python scripts/bench_train.py --tiny                           # seconds, any machine: shows that it runs
 
 With TORCHINDUCTOR_COMPILE_THREADS=1, or the compiler's processes take the host's time from the first rows.
@@ -16,6 +17,7 @@ import argparse
 import json
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from specvocab_model.compiled_layers import can_compile, compiled_layers
 from specvocab_model.config import HeadConfig, OptimConfig
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.losses import Objective, step_weights, valid_counts
@@ -33,6 +36,7 @@ from train.metrics import FlopsModel, count_parameters, peak_flops
 from train.optim import Updater, build_optimizer
 
 COLUMNS = ("seq_len", "steps", "target", "ms", "tokens_per_second", "mfu", "peak_gib")
+TARGETS = {"without": ["no"], "with": ["yes"], "both": ["no", "yes"], "all": ["no", "yes", "plain layers"]}
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 
@@ -43,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=1, help="packed rows in a step")
     parser.add_argument("--documents", type=int, default=1, help="documents in a packed row")
     parser.add_argument("--valid", type=float, default=0.8, help="supervised share of a document")
-    parser.add_argument("--target", choices=("without", "with", "both"), default="without", help="target's forward")
+    parser.add_argument("--target", choices=sorted(TARGETS), default="without", help="target's forward")
     parser.add_argument("--vocab-size", type=int, default=151936)
     parser.add_argument("--hidden-size", type=int, default=4096)
     parser.add_argument("--intermediate-size", type=int, default=12288)
@@ -65,12 +69,11 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{name}, torch {torch.__version__}, {args.valid:.0%} valid, batch {args.batch}, bf16 over fp32 parameters")
     print(" ".join(f"{column:>17}" for column in COLUMNS))
     results = []
-    targets = {"without": [False], "with": [True], "both": [False, True]}[args.target]
-    for with_target in targets:
-        target = build_target(args, device) if with_target else None
+    for kind in TARGETS[args.target]:
+        target = None if kind == "no" else build_target(args, device)
         for num_steps in args.unroll_steps:
             for seq_len in args.seq_len:
-                results.append(measure(args, seq_len, num_steps, target, device))
+                results.append(measure(args, seq_len, num_steps, target, kind, device))
                 print(" ".join(f"{cell(results[-1][column]):>17}" for column in COLUMNS), flush=True)
         del target
     if args.json:
@@ -131,12 +134,14 @@ def make_batch(args: argparse.Namespace, seq_len: int, device: torch.device) -> 
     }
 
 
-def target_forward(target: Qwen3ForCausalLM, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def target_forward(target: Qwen3ForCausalLM, batch: dict[str, Tensor], *, plain_layers: bool) -> dict[str, Tensor]:
     """Features and final hidden state, as ``Target.forward`` gives them."""
+    compiled = nullcontext() if plain_layers or not can_compile(target.device, None) else compiled_layers(
+        target.model, target.device, None, "")
     captured: list[Tensor] = []
     layers = [target.model.layers[index] for index in default_feature_layers(target.config.num_hidden_layers)]
     hooks = [layer.register_forward_pre_hook(lambda module, inputs: captured.append(inputs[0])) for layer in layers]
-    with torch.no_grad():
+    with torch.no_grad(), compiled:
         position_ids = batch["position_ids"].to(target.device)
         final = target.model(input_ids=batch["input_ids"], position_ids=position_ids, use_cache=False)
     for hook in hooks:
@@ -145,7 +150,8 @@ def target_forward(target: Qwen3ForCausalLM, batch: dict[str, Tensor]) -> dict[s
 
 
 def measure(
-    args: argparse.Namespace, seq_len: int, num_steps: int, target: Qwen3ForCausalLM | None, device: torch.device
+    args: argparse.Namespace, seq_len: int, num_steps: int, target: Qwen3ForCausalLM | None, kind: str,
+    device: torch.device,
 ) -> dict[str, Any]:
     """One row of the table."""
     torch.manual_seed(0)
@@ -164,7 +170,8 @@ def measure(
 
     def step() -> None:
         plan = plan_unroll(batch["loss_mask"], batch["document_ids"], num_steps).to(device)
-        hidden = batch if target is None else target_forward(target, batch)
+        hidden = batch if target is None else target_forward(
+            target, batch, plain_layers=kind == "plain layers")
         masks = {name: batch[name].to(device) for name in ("position_ids", "document_ids", "loss_mask")}
         with torch.autocast(device.type, torch.bfloat16):
             loss = model(
@@ -199,7 +206,7 @@ def measure(
     return {
         "seq_len": seq_len,
         "steps": num_steps,
-        "target": "yes" if target is not None else "no",
+        "target": kind,
         "ms": seconds * 1e3,
         "tokens_per_second": num_tokens / seconds,
         "mfu": None if peak is None else flops / seconds / peak,

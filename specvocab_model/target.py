@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,9 +20,17 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from specvocab_model.compiled_layers import can_compile, compiled_layers
 from specvocab_model.config import ConfigError, TargetConfig, has_fast_bf16
 from specvocab_model.target_files import resolve_model, target_cache_dir
-from specvocab_model.target_spec import TargetShape, TargetSpec, gguf_arguments, load_spec, load_spec_and_tokenizer
+from specvocab_model.target_spec import (
+    LAYOUTS,
+    TargetShape,
+    TargetSpec,
+    gguf_arguments,
+    load_spec,
+    load_spec_and_tokenizer,
+)
 
 __all__ = ["Target", "TargetOutput", "TargetShape", "TargetSpec", "default_feature_layers", "load_spec",
            "resolve_model", "target_cache_dir"]
@@ -55,8 +63,14 @@ class Target:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         feature_layers: Sequence[int] | None = None,
+        *,
+        compile_layers: bool = True,
     ) -> None:
         """
+        Args:
+            compile_layers: where ``compiled_layers.BACKENDS`` says so. Not for layers whose weights are gathered from
+                other processes by hooks.
+
         Raises:
             ConfigError: the feature layers do not exist, or ``lm_head`` has a bias or an unexpected shape.
         """
@@ -74,6 +88,7 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.feature_layers: tuple[int, int, int] = layers
+        self.compile_layers = compile_layers and LAYOUTS[spec.model_type].compiles
         self._decoder = model.get_decoder()
         # transformers renamed `past_key_values` to `cache` in 5.24, class by class.
         parameters = inspect.signature(self._decoder.forward).parameters
@@ -169,7 +184,7 @@ class Target:
                 ``[B, 1, T, past + T]``, by type of layer where the target has several.
             past_key_values: a cache that this forward extends.
         """
-        with self._captured_inputs() as captured:
+        with self._captured_inputs() as captured, self._compiled(past_key_values):
             output = self._decoder(
                 input_ids=input_ids,
                 position_ids=position_ids,
@@ -179,6 +194,11 @@ class Target:
             )
         features = torch.cat([captured[layer] for layer in self.feature_layers], dim=-1)
         return TargetOutput(features, output.last_hidden_state, past_key_values)
+
+    def _compiled(self, memory: Cache | None) -> AbstractContextManager[None]:
+        if not self.compile_layers or not can_compile(self.device, memory):
+            return nullcontext()
+        return compiled_layers(self._decoder, self.device, memory, self._cache_argument)
 
     @contextmanager
     def _captured_inputs(self) -> Iterator[dict[int, Tensor]]:

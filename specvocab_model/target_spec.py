@@ -26,6 +26,7 @@ class _Layout:
     divisor: str | None = None  # logits are divided by this field
     # Flash attention is in neither: it finds the documents of a packed row only in batches of one row.
     attention: tuple[str, ...] = ("sdpa", "eager")
+    compiles: bool = True  # its layers run compiled on a GPU (specvocab_model/compiled_layers.py)
 
 
 # Text decoders with `model.embed_tokens`, `model.layers`, `model.norm` and a bias-free `lm_head`, seen to work by
@@ -43,7 +44,7 @@ LAYOUTS: dict[str, _Layout] = {
     "olmo3": _Layout(),
     "qwen2": _Layout(),
     "qwen3": _Layout(),
-    "qwen3_moe": _Layout(),
+    "qwen3_moe": _Layout(compiles=False),  # its products in groups of experts were not tried on a GPU
     "smollm3": _Layout(),
 }
 

@@ -153,10 +153,14 @@ class ContinuousEngine(Engine):
         """Slots that there may be if each holds ``num_tokens``."""
         return min(MOST_SLOTS, max(1, self.batch_tokens // num_tokens))
 
-    def _shrink(self) -> None:
-        """Make room for half as many prompts as there was room for; raises ConfigError if that was one."""
+    def drop_slots(self) -> None:
+        """Give the memory of caches and graphs back; the next call makes new ones."""
         self._slots = None
         torch.cuda.empty_cache()
+
+    def _shrink(self) -> None:
+        """Make room for half as many prompts as there was room for; raises ConfigError if that was one."""
+        self.drop_slots()
         if self._tried == 1:
             raise ConfigError(f"out of memory with one prompt at a time, of {self._num_tokens} tokens with its answer; "
                               "lower generation.max_prompt_tokens or max_new_tokens, end what else is on the GPU, or "

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from data_gen.engines.base import SamplingParams
 from data_gen.engines.transformers_engine import choose
+from specvocab_model.compiled_layers import InPlaceCache
 from specvocab_model.sampling import Sampling
 from specvocab_model.target import Target
 
@@ -38,21 +38,15 @@ class Cursor:
 class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer, ``[slots, heads, capacity, head_dim]``; column ``t`` is the token at ``t``."""
 
-    def __init__(self, cursor: Cursor, capacity: int, *, is_sliding: bool) -> None:
+    def __init__(self, cursor: Cursor, keys: Tensor, values: Tensor, *, is_sliding: bool) -> None:
         super().__init__()
-        self.cursor = cursor
-        self.capacity = capacity
-        self.is_sliding = is_sliding
+        self.cursor, self.keys, self.values = cursor, keys, values
+        self.is_initialized, self.is_sliding = True, is_sliding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        num_slots = len(self.cursor.slots)
-        self.keys, self.values = (states.new_zeros(num_slots, states.shape[1], self.capacity, states.shape[-1])
-                                  for states in (key_states, value_states))
-        self.is_initialized = True
+        """Nothing is left to be done."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         cursor = self.cursor
         if cursor.filling is not None:  # whole prompts, which see nothing but themselves
@@ -70,7 +64,8 @@ class SlotLayer(CacheLayerMixin):
         return 0
 
     def get_max_length(self) -> int:
-        return self.capacity
+        assert self.keys is not None
+        return self.keys.shape[2]
 
 
 class Slots:
@@ -97,7 +92,11 @@ class Slots:
         self.sliding_window: int | None = config.get("sliding_window")
         self.layer_types: list[str] | None = config.get("layer_types")
         types = self.layer_types or ["full_attention"] * target.spec.num_hidden_layers
-        self.cache = Cache([SlotLayer(self.cursor, capacity, is_sliding=kind == "sliding_attention") for kind in types])
+        size = (num_slots, target.spec.num_key_value_heads, capacity, target.spec.head_dim)
+        weight = target.lm_head_weight
+        self.cache = InPlaceCache([SlotLayer(
+            self.cursor, weight.new_zeros(size), weight.new_zeros(size), is_sliding=kind == "sliding_attention",
+        ) for kind in types])
         self._stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None

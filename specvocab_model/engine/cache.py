@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from specvocab_model.compiled_layers import InPlaceCache
 from specvocab_model.engine.attention import attend
 
 
@@ -58,7 +58,7 @@ class StaticLayer(CacheLayerMixin):
         return self.keys.shape[2]
 
 
-class StaticCache(Cache):
+class StaticCache(InPlaceCache):
     """The target's keys and values, [2 * layers, B, H, C, D] in one tensor, so that all layers move at once."""
 
     def __init__(

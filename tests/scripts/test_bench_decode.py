@@ -12,17 +12,20 @@ from specvocab_model.decode import autoregressive_generate
 from tests.tiny import tiny_target
 
 
-@pytest.mark.parametrize("options", [[], ["--temperature", "1", "--batch", "2"]], ids=["greedy", "sampled"])
-def test_tiny_run_prints_a_table_and_writes_json(options, tmp_path, capsys):
+@pytest.mark.parametrize("options, layers", [
+    (["--plain-layers"], ["", ", plain layers"]), (["--temperature", "1", "--batch", "2"], [""]),
+], ids=["greedy", "sampled"])
+def test_tiny_run_prints_a_table_and_writes_json(options, layers, tmp_path, capsys):
     bench_decode.main(["--tiny", "--cpu", *options, "--json", str(tmp_path / "out.json")])
     report = json.loads((tmp_path / "out.json").read_text())
     results = report["results"]
     heads = ["speculative full", "speculative speculative", "static static"]
-    assert list(results) == ["autoregressive"] + [f"{h} {s}" for h in heads for s in ("chain 3", "tree 3x3x8")]
+    engines = ["autoregressive"] + [f"{h} {s}" for h in heads for s in ("chain 3", "tree 3x3x8")]
+    assert list(results) == [engine + kind for kind in layers for engine in engines]
     for name, result in results.items():
         assert result["num_tokens"] == 2 * 12  # nothing stops a random target
         assert result["differences"] == []
-        assert set(result["milliseconds"]) == ({"verify"} if name == "autoregressive" else {"verify", "draft", "head"})
+        assert set(result["milliseconds"]) == ({"verify"} if name.startswith("auto") else {"verify", "draft", "head"})
     assert results["autoregressive"]["speed_up"] == 1 and results["autoregressive"]["tau"] == 1
     assert capsys.readouterr().out.count("\n") == 2 + len(results)
 

@@ -6,8 +6,9 @@ from scripts import bench_train
 
 
 def test_tiny_run_prints_a_table_and_writes_json(tmp_path, capsys):
-    bench_train.main(["--tiny", "--documents", "3", "--target", "both", "--json", str(tmp_path / "out.json")])
+    bench_train.main(["--tiny", "--documents", "3", "--target", "all", "--json", str(tmp_path / "out.json")])
     results = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert [(result["seq_len"], result["target"]) for result in results] == [(64, "no"), (64, "yes")]
+    assert [(result["seq_len"], result["target"]) for result in results] == [
+        (64, "no"), (64, "yes"), (64, "plain layers")]
     assert all(result["ms"] > 0 and result["tokens_per_second"] > 0 for result in results)
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(results)
