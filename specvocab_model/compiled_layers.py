@@ -1,7 +1,7 @@
 """The target's decoder layers under torch.compile: one code for all of them, a quarter of the kernels.
 
 transformers runs a layer as dozens of kernels (a norm alone is eight), and a small model waits for each to start.
-Compiled, a Llama layer is 15: seven products, attention, and what lies between them; the cache is written in place.
+Compiled, a layer is 15 to 17: seven products, attention, and what lies between them; the cache is written in place.
 Lengths are symbols, so that neither a batch nor a cache of another size compiles anew; only one row or one token do.
 """
 
@@ -34,6 +34,8 @@ class OneLayer:
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
+        for stored in (layer.keys, layer.values):  # [rows, heads, columns, head_dim]: no symbols for what never varies
+            torch._dynamo.mark_static(stored, (1, 3))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple:
         return self.layer.update(key_states, value_states)
