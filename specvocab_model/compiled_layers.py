@@ -35,7 +35,7 @@ class OneLayer:
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         for stored in (layer.keys, layer.values):  # [rows, heads, columns, head_dim]: no symbols for what never varies
-            torch._dynamo.mark_static(stored, (1, 3))
+            torch._dynamo.mark_static(stored, [1, 3])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple:
         return self.layer.update(key_states, value_states)
