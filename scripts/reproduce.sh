@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A draft of a small target and its rivals from nothing, on one GPU: generate, train, export, measure.
 #   bash scripts/reproduce.sh EXPERIMENT PROMPTS.jsonl QUESTIONS.jsonl [STAGE ...]
-# EXPERIMENT is one of configs/experiment (smollm2_135m, gemma3_270m). PROMPTS are what the target answers for training,
+# EXPERIMENT, of configs/experiment, is smollm2_135m or gemma3_270m. PROMPTS are what the target answers for training,
 # QUESTIONS (Spec-Bench's question.jsonl) what drafts are measured on; those are never trained on. Stages, in this order
 # and all but the ablations by default:
 #   fetch generate train train_static16000 train_static32000 export tune speed tau tau_tree tau_sampled report ablations
@@ -21,7 +21,12 @@ die() {
 name=$1 prompts=$(realpath -e "$2") questions=$(realpath -e "$3")
 shift 3
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[[ -e configs/experiment/$name.yaml ]] || die "there is no configs/experiment/$name.yaml"
+case $name in # some 400 candidates, and half and double the rank
+  smollm2_135m) few_tile=128 ranks=(36 144) ;;
+  gemma3_270m) few_tile=512 ranks=(40 160) ;;
+  *) die "EXPERIMENT=$name must be smollm2_135m or gemma3_270m; add a line for another one here" ;;
+esac
+
 python=${PYTHON:-python}
 target=${TARGET:-$(sed -n 's/^model: //p' "configs/target/$name.yaml")}
 experiment=(+experiment="$name" "target.model=$target" "generation.prompt_files=[$prompts]" "eval.prompts=$questions"
@@ -46,8 +51,8 @@ train_static() { "$python" train/main.py "${experiment[@]}" "${steps[@]}" $(stat
 # the most frequent tokens.
 export_all() {
   local size
-  export_as "${name}_k384" head.tile=128 head.keep=1
-  export_as "${name}_k384_fp8" head.tile=128 head.keep=1 head.quantization=fp8
+  export_as "${name}_few" "head.tile=$few_tile" head.keep=1
+  export_as "${name}_few_fp8" "head.tile=$few_tile" head.keep=1 head.quantization=fp8
   "$python" scripts/export.py "${experiment[@]}"
   for size in "${static_sizes[@]}"; do
     "$python" scripts/export.py "${experiment[@]}" $(static "$size")
@@ -70,7 +75,7 @@ measure() { # NAME, options of bench_decode.py
   [[ -e $file ]] || "$python" scripts/bench_decode.py --target "$target" --prompts "$questions" --json "$file" "$@"
 }
 
-speculative=(outputs/"$name"/export outputs/"${name}"_k384{,_fp8}/export)
+speculative=(outputs/"$name"/export outputs/"${name}"_few{,_fp8}/export)
 static16=outputs/${name}_static16000/export static32=outputs/${name}_static32000/export
 pruned=(outputs/"${name}"_pruned{16000,32000}/pruned)
 
@@ -104,15 +109,14 @@ report() {
 # Short runs that differ from `base` in one thing each. Adam makes the speculator's own steps independent of its loss's
 # weight: with a small one the draft is trained as if that loss did not reach it.
 ablations() {
+  local rank loss steps
   ablation base
   ablation init_random head.init=random
   ablation init_svd head.init=svd
   ablation aux_weight_0.001 trainer.aux_weight=0.001
   ablation aux_weight_1 trainer.aux_weight=1.0
-  ablation rank_36 head.rank=36
-  ablation rank_144 head.rank=144
+  for rank in "${ranks[@]}"; do ablation "rank_$rank" "head.rank=$rank"; done
   ablation mean_over_slots trainer.loss_normalization=slot
-  local loss steps
   for loss in reverse_kl tv lk_hybrid; do ablation "loss_$loss" "trainer.loss=$loss"; done
   for steps in 1 3 5; do ablation "unroll_steps_$steps" "draft.num_unroll_steps=$steps"; done
   # Simulated acceptance over fewer steps is another quantity, so these are compared by decoding.

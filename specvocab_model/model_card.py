@@ -40,8 +40,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = "path/to/this/folder"
 tokenizer = AutoTokenizer.from_pretrained("{target['name']}")
 model = AutoModelForCausalLM.from_pretrained("{target['name']}", dtype="auto")
-question = [{{"role": "user", "content": "What is speculative decoding?"}}]
-inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+text, chat = "What is speculative decoding?", tokenizer.chat_template is not None  # base models have no template
+if chat:
+    question = [{{"role": "user", "content": text}}]
+    text = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+inputs = tokenizer(text, add_special_tokens=not chat, return_tensors="pt")
 output = model.generate(**inputs, custom_generate=folder, draft=folder, trust_remote_code=True, max_new_tokens=256)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
 ```
