@@ -30,7 +30,10 @@ class InPlaceCache(Cache):
 
 
 class OneLayer:
-    """A cache of which attention sees its own layer alone, whatever its number."""
+    """A cache of which attention sees its own layer alone.
+
+    It ignores the layer's number, which would be a constant of the code: each layer would have one of its own.
+    """
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -55,18 +58,15 @@ def compiled_layers(decoder: nn.Module, device: torch.device, memory: Cache | No
     """
     compiled, masks = _compiled(BACKENDS[device.type]), Masks(next(decoder.parameters()).dtype)
     layers: list[Any] = list(decoder.layers)  # type: ignore[arg-type]
-    numbers = [layer.self_attn.layer_idx for layer in layers]
     for number, layer in enumerate(layers):
         own = {} if memory is None else {argument: OneLayer(memory.layers[number])}
         layer.forward = partial(_forward, compiled, layer, masks, own)
-        layer.self_attn.layer_idx = 0  # a number is a constant of the code: each would have one of its own
     try:
         with torch._dynamo.config.patch(cache_size_limit=MOST_CODES):
             yield
     finally:
-        for number, layer in zip(numbers, layers, strict=True):
+        for layer in layers:
             del layer.forward  # the class's own shows again
-            layer.self_attn.layer_idx = number
 
 
 class Masks:

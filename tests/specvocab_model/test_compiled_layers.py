@@ -112,12 +112,10 @@ def test_features_are_those_of_the_layers_that_were_asked_for(backend: None) -> 
 
 def test_a_model_is_left_as_it_was(backend: None, target: Target) -> None:
     ids, positions = packed(9)
-    layers = target.model.get_decoder().layers
     target.forward(ids, position_ids=positions)
     with pytest.raises(IndexError):
         target.forward(ids + 10**6)
-    for number, layer in enumerate(layers):
-        assert "forward" not in vars(layer) and layer.self_attn.layer_idx == number
+    assert not any("forward" in vars(layer) for layer in target.model.get_decoder().layers)
     with no_new_code():  # transformers' own cache grows by new tensors: it takes the plain layers
         output = target.forward(ids, past_key_values=DynamicCache(config=target.model.config))
     torch.testing.assert_close(output.final_hidden, plain(target).forward(ids).final_hidden)
