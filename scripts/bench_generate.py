@@ -29,6 +29,7 @@ from data_gen.chat import encode_prompt
 from data_gen.engines import ContinuousEngine, Engine, Rejected, SamplingParams, build_engine
 from data_gen.prompts import load_prompts
 from specvocab_model.cli import hydra_main
+from specvocab_model.compiled_layers import can_compile
 from specvocab_model.config import CONFIG_DIR, Config, ConfigError
 from specvocab_model.target import load_spec_and_tokenizer
 
@@ -43,7 +44,7 @@ def main(config: Config) -> None:
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     engine, prompts = build_engine(config, device), prompts_of(config)
     result = measure(config, engine, prompts)
-    if isinstance(engine, ContinuousEngine):
+    if isinstance(engine, ContinuousEngine) and can_compile(device, None):
         plain = measure(config, with_plain_layers(engine), prompts)
         result["plain_layers_tokens_per_second"] = plain["tokens_per_second"]
     result |= {"device": torch.cuda.get_device_name(device) if on_gpu else "cpu",

@@ -21,7 +21,6 @@ from specvocab_model.options import run_command
 from train.run_files import RunFiles, read_runs
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-PLAIN = "autoregressive"
 VALIDATION = {  # column: metric
     "τ full": "validation/simulated_tau/full",
     "τ candidates": "validation/simulated_tau/candidates",
@@ -65,7 +64,7 @@ def write(args: argparse.Namespace) -> None:
 def decoding(name: str, report: Mapping[str, Any]) -> list[str]:
     """What one run of bench_decode.py has measured."""
     results: Mapping[str, Result] = report["results"]
-    drafted = {label: result for label, result in results.items() if label != PLAIN}
+    drafted = {label: result for label, result in results.items() if "draft" in result}
     drawn = f"temperature {report['temperature']:g}" if report["temperature"] else "greedy"
     return [
         f"## {name}",

@@ -7,6 +7,7 @@ Lengths are symbols, so that neither a batch nor a cache of another size compile
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+SWITCH = "SPECVOCAB_COMPILED_LAYERS"  # "1" in the environment; off until it has been measured on a card
 # Of torch.compile, by the device's type; elsewhere layers run as they are. Not one that captures CUDA graphs itself:
 # the engines do that.
-BACKENDS = {"cuda": "inductor"}
+BACKENDS = {"cuda": "inductor"} if os.environ.get(SWITCH) == "1" else {}
 # Codes of a process. dynamo's own limit of 8 is soon reached: one or several rows, one or several tokens, with a cache,
 # a mask or neither, for each type of layer. Beyond it dynamo warns and runs the layers as they are.
 MOST_CODES = 64

@@ -40,6 +40,11 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compiled_layers.BACKENDS, "cuda", "inductor")
+
+
 def plain(target: Target) -> Target:
     """The same model, whose layers run as transformers runs them."""
     other = copy.copy(target)
@@ -150,6 +155,7 @@ def test_inductors_code_is_nearer_to_the_truth_than_the_plain_layers(
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("switched_on")
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
 def test_gpu_compiles_packed_rows(kind: str, dtype: torch.dtype, tolerance: float) -> None:
@@ -164,6 +170,7 @@ def test_gpu_compiles_packed_rows(kind: str, dtype: torch.dtype, tolerance: floa
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("switched_on")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
 def test_gpu_graphs_of_compiled_layers_write_the_same(kind: str, shape) -> None:
@@ -179,6 +186,7 @@ def test_gpu_graphs_of_compiled_layers_write_the_same(kind: str, shape) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("switched_on")
 def test_gpu_launches_a_third_of_the_kernels() -> None:
     counts = []
     with tempfile.TemporaryDirectory() as folder:
