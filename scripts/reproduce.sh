@@ -5,9 +5,10 @@
 # QUESTIONS (Spec-Bench's question.jsonl) what drafts are measured on; those are never trained on. Stages, in this order
 # and all but the ablations by default:
 #   fetch generate train train_static16000 train_static32000 export tune speed tau tau_tree tau_sampled report ablations
-# What is finished is not done again, and what was stopped goes on: a machine that is taken away costs minutes. With two
-# GPUs, start independent stages side by side, each with its own CUDA_VISIBLE_DEVICES. Runs are in outputs/EXPERIMENT*,
-# figures in outputs/EXPERIMENT_results. Without a network, put the wheels of the target into a folder and set
+# What is finished is not done again, as long as drafts, target, questions and options are the same. What was stopped
+# goes on: a machine that is taken away costs minutes. With two GPUs, start independent stages side by side, each with
+# its own CUDA_VISIBLE_DEVICES. Runs are in outputs/EXPERIMENT*, figures in outputs/EXPERIMENT_results, both in the
+# repository. Without a network, put the wheels of the target into a folder and set
 # PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER HF_HUB_OFFLINE=1. Other variables: TARGET, STEPS=1000 and ABLATION_STEPS=500
 # optimizer steps, QUESTIONS_OF_SPEED=80, EXTRA='key=value ...'.
 set -euo pipefail
@@ -18,7 +19,11 @@ die() {
 }
 
 [[ $# -ge 3 ]] || die "usage: bash scripts/reproduce.sh EXPERIMENT PROMPTS.jsonl QUESTIONS.jsonl [STAGE ...]"
-name=$1 prompts=$(realpath -e "$2") questions=$(realpath -e "$3")
+for file in "$2" "$3"; do
+  [[ -f $file ]] || die "there is no file $file (seen from $PWD); PROMPTS and QUESTIONS must be files of prompts"
+done
+name=$1 prompts=$(realpath "$2") questions=$(realpath "$3") target=${TARGET:-}
+if [[ -d $target ]]; then target=$(realpath "$target"); fi
 shift 3
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case $name in # some 400 candidates, and half and double the rank
@@ -28,9 +33,12 @@ case $name in # some 400 candidates, and half and double the rank
 esac
 
 python=${PYTHON:-python}
-target=${TARGET:-$(sed -n 's/^model: //p' "configs/target/$name.yaml")}
-experiment=(+experiment="$name" "target.model=$target" "generation.prompt_files=[$prompts]" "eval.prompts=$questions"
-  ${EXTRA:-})
+target=${target:-$(sed -n 's/^model: //p' "configs/target/$name.yaml")}
+
+quoted() { printf "'%s'" "${1//\'/\\\'}"; } # for Hydra, to which commas and brackets mean something
+
+experiment=(+experiment="$name" "target.model=$(quoted "$target")" "generation.prompt_files=[$(quoted "$prompts")]"
+  "eval.prompts=$(quoted "$questions")" ${EXTRA:-})
 steps=(${STEPS:+"trainer.max_steps=$STEPS"})
 data=data/$name results=outputs/${name}_results
 static_sizes=(16000 32000)
@@ -69,10 +77,33 @@ export_as() { # FOLDER, overrides: the first draft, exported under another name
   mv "outputs/$name/export" "$folder/export"
 }
 
+made_from() { # WORDS of a command: prints them and, of files and folders among them, hashes that tell them from others
+  local word
+  for word in "$@"; do
+    echo "$word"
+    if [[ -f $word ]]; then
+      sha256sum "$word"
+    elif [[ -d $word ]]; then
+      find -L "$word" \( -name '*.safetensors' -o -name config.json -o -name manifest.json \) -print0 | sort -z |
+        xargs -0 -r sha256sum
+    fi
+  done
+}
+
+is_made() { # RESULT, WORDS: whether it is there, and made from what these words name now
+  local result=$1
+  shift
+  [[ -e $result && -e $result.made_from && $(made_from "$@") == "$(<"$result.made_from")" ]]
+}
+
 measure() { # NAME, options of bench_decode.py
   local file=$results/$1.json
   shift
-  [[ -e $file ]] || "$python" scripts/bench_decode.py --target "$target" --prompts "$questions" --json "$file" "$@"
+  set -- --target "$target" --prompts "$questions" "$@"
+  is_made "$file" "$@" && return
+  "$python" scripts/bench_decode.py "$@" --json "$file.partial"
+  mv "$file.partial" "$file"
+  made_from "$@" >"$file.made_from"
 }
 
 speculative=(outputs/"$name"/export outputs/"${name}"_few{,_fp8}/export)
@@ -80,8 +111,11 @@ static16=outputs/${name}_static16000/export static32=outputs/${name}_static32000
 pruned=(outputs/"${name}"_pruned{16000,32000}/pruned)
 
 tune() { # which (rank, tile, keep, precision) costs how much acceptance and time
-  [[ -e $results/tune/tune_head.json ]] || "$python" scripts/tune_head.py "${speculative[0]}" --target "$target" \
-    --data "$data/validation" --train-data "$data/train" --output "$results/tune"
+  local file=$results/tune/tune_head.json
+  set -- "${speculative[0]}" --target "$target" --data "$data/validation" --train-data "$data/train"
+  is_made "$file" "$@" && return
+  "$python" scripts/tune_head.py "$@" --output "$results/tune"
+  made_from "$@" >"$file.made_from"
 }
 
 speed() { # one text at a time, an even choice of the questions
@@ -101,9 +135,13 @@ tau_sampled() {
 }
 
 report() {
+  local ablations
+  shopt -s nullglob # there may be none
+  ablations=(outputs/"$name"_ablation_*)
+  shopt -u nullglob
   "$python" scripts/report.py "outputs/$name" outputs/"$name"_static{16000,32000} --output "$results/report.html"
   "$python" scripts/results.py "$results" --runs "outputs/$name" outputs/"$name"_static{16000,32000} \
-    --ablations outputs/"$name"_ablation_* --output "$results/results.md"
+    --ablations "${ablations[@]}" --output "$results/results.md"
 }
 
 # Short runs that differ from `base` in one thing each. Adam makes the speculator's own steps independent of its loss's
@@ -127,18 +165,23 @@ ablations() {
 ablation() { # NAME, overrides
   local run=${name}_ablation_$1
   shift
-  [[ -e outputs/$run/export/config.json ]] && return
-  local all=("${experiment[@]}" "run_name=$run" "trainer.max_steps=${ABLATION_STEPS:-500}" trainer.keep_checkpoints=1 "$@")
+  local all=("${experiment[@]}" "run_name=$run" "trainer.max_steps=${ABLATION_STEPS:-500}" trainer.keep_checkpoints=1
+    "$@")
+  is_made "outputs/$run/export" "${all[@]}" "$data/train" && return
   "$python" train/main.py "${all[@]}"
   "$python" scripts/export.py "${all[@]}"
+  made_from "${all[@]}" "$data/train" >"outputs/$run/export.made_from"
 }
 
-[[ $# -gt 0 ]] || set -- fetch generate train train_static16000 train_static32000 export tune speed tau tau_tree tau_sampled report
+stages=(fetch generate train train_static16000 train_static32000 export tune speed tau tau_tree tau_sampled report)
+[[ $# -gt 0 ]] || set -- "${stages[@]}"
+for stage in "$@"; do # before the first one takes hours
+  [[ " ${stages[*]} ablations " == *" $stage "* ]] || die "there is no stage $stage; stages are ${stages[*]} ablations"
+done
 for stage in "$@"; do
   case $stage in
-    fetch | generate | train | tune | speed | tau | tau_tree | tau_sampled | report | ablations) "$stage" ;;
-    train_static16000 | train_static32000) train_static "${stage#train_static}" ;;
+    train_static*) train_static "${stage#train_static}" ;;
     export) export_all ;;
-    *) die "there is no stage $stage" ;;
+    *) "$stage" ;;
   esac
 done
