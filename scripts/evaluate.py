@@ -63,6 +63,7 @@ def run(config: Config) -> dict[str, Any]:
         feature_layers=model.architecture.feature_layers,
         dtype=TORCH_DTYPES[config.eval.dtype],
     )
+    questions = [as_tokens(target, prompt, config, model.architecture.max_position_embeddings) for prompt in prompts]
     about = {
         "target": config.target.model,
         "prompts": config.eval.prompts,
@@ -76,14 +77,14 @@ def run(config: Config) -> dict[str, Any]:
     unfinished = Unfinished(Path(config.output_dir, "evaluation.unfinished"), about | {
         "checkpoint": [sha256(folder / part) for part in PARTS if (folder / part).is_file()],
         "fingerprint": target.spec.fingerprint,
-        "asked": [[prompt.id, prompt.digest] for prompt in prompts],
-        "template": config.target.chat_template_kwargs,
+        "attention": config.target.attn_implementation,
+        "asked": [[each.id, each.category, each.encode_turn([""] * (each.num_turns - 1))] for each in questions],
         "seed": config.seed,
     })
     evaluation = evaluate(
         target,
         make_variants(target, model, Provenance.read(folder).config),
-        [as_tokens(target, prompt, config, model.architecture.max_position_embeddings) for prompt in prompts],
+        questions,
         max_new_tokens=config.eval.max_new_tokens,
         num_draft_tokens=config.eval.num_draft_tokens,
         temperature=config.eval.temperature,
@@ -109,15 +110,16 @@ class Unfinished:
         self.path, self.digest = path, hashlib.sha256(json.dumps(key).encode()).hexdigest()
 
     def read(self) -> dict[str, Any] | None:
-        """None where nothing is left of an evaluation with the same key."""
+        """None where nothing is left of an evaluation, or what is left has another key."""
         if not self.path.is_file():
             return None
         fix = "remove it: the evaluation then begins anew"
         content = read_json(self.path, fix)
         require_fields(content, {"digest": str, "num_prompts": int, "measurements": dict}, self.path, fix)
         if content["digest"] != self.digest:
+            print(f"{self.path} is of another draft, other prompts or other settings: the evaluation begins anew")
             return None
-        print(f"going on after {content['num_prompts']} prompts")
+        print(f"going on after {content['num_prompts']} of the prompts")
         return content
 
     def write(self, measured: dict[str, Any]) -> None:

@@ -114,7 +114,9 @@ def test_a_converted_draft_is_not_compared_with_an_untrained_one(config: Config)
     assert evaluate.table(result)
 
 
-def test_a_killed_evaluation_goes_on_unless_something_else_is_asked(config: Config, monkeypatch, capsys):
+def test_a_killed_evaluation_goes_on_unless_something_else_is_asked(
+    config: Config, target_folder: Path, monkeypatch, capsys
+):
     config.eval = replace(config.eval, max_new_tokens=4)
     export(config)
     begun: list[int] = []
@@ -136,16 +138,30 @@ def test_a_killed_evaluation_goes_on_unless_something_else_is_asked(config: Conf
     left = Path(config.output_dir, "evaluation.unfinished")
     content = left.read_text()
     result = evaluate.run(config)
-    assert "going on after 1 prompts" in capsys.readouterr().out and not left.exists()
+    assert "going on after 1 of the prompts" in capsys.readouterr().out and not left.exists()
     assert set(result["details"]["full"]["tau_per_category"]) == {"writing", "coding"}
-    left.write_text(content)
-    evaluate.run(replace(config, eval=replace(config.eval, max_new_tokens=3)))
+    prompts, template = Path(config.eval.prompts), target_folder / "chat_template.jinja"
+    asked, rendered = prompts.read_text(), template.read_text()
+    for change in (
+        lambda: setattr(config, "eval", replace(config.eval, max_new_tokens=3)),
+        lambda: setattr(config, "target", replace(config.target, attn_implementation="eager")),
+        lambda: prompts.write_text(asked.replace("writing", "poetry")),
+        lambda: template.write_text(rendered + "!"),
+    ):
+        before = config.eval, config.target
+        left.write_text(content)
+        change()
+        evaluate.run(config)
+        assert f"{left} is of another draft, other prompts or other settings" in capsys.readouterr().out
+        config.eval, config.target = before
+        prompts.write_text(asked)
+        template.write_text(rendered)
     left.write_text(content)
     config.seed = 1
     export(config)
     config.seed = 0  # other weights is all that has changed
     evaluate.run(config)
-    assert begun == [0, 1, 0, 0]
+    assert begun == [0, 1, *[0] * 5]
     left.write_text("{}")
     with pytest.raises(ConfigError, match=r"evaluation\.unfinished is damaged: it has no digest; remove it"):
         evaluate.run(config)
