@@ -10,13 +10,14 @@ times, every training run, and every ablation, a row with its last validation.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data_gen.files import writing
 from specvocab_model.config import ConfigError
+from specvocab_model.files import read_json, require_fields
 from specvocab_model.options import run_command
 from train.run_files import RunFiles, read_runs
 
@@ -44,21 +45,30 @@ def main(argv: Sequence[str] | None = None) -> None:
 def write(args: argparse.Namespace) -> None:
     """
     Raises:
-        ConfigError: there is nothing to write about.
+        ConfigError: there is nothing to write about, a file is of another command, or the tables cannot be written.
     """
     files = sorted(args.folder.glob("*.json"))
     if not files and not args.runs and not args.ablations:
         raise ConfigError(f"{args.folder} holds no JSON file of scripts/bench_decode.py; measure first")
-    sections = [section for file in files for section in decoding(file.stem, json.loads(file.read_text()))]
+    sections = [section for file in files for section in decoding(file.stem, read_report(file))]
     if args.runs:
         sections += ["## Training", training(read_runs(args.runs))]
     if args.ablations:
         sections += ["## Ablations", training(read_runs(args.ablations))]
     text = "\n\n".join(sections) + "\n"
     if args.output:
-        args.output.write_text(text)
+        with writing(args.output):
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(text)
     else:
         print(text, end="")
+
+
+def read_report(file: Path) -> dict[str, Any]:
+    fix = "keep no JSON files there but those of scripts/bench_decode.py"
+    report = read_json(file, fix)
+    require_fields(report, {"results": dict, "num_turns": int}, file, fix)
+    return report
 
 
 def decoding(name: str, report: Mapping[str, Any]) -> list[str]:

@@ -53,9 +53,10 @@ def test_runs_become_rows_with_their_last_validation(tmp_path, capsys):
     lines = [{"step": step, "perf/tokens_per_second": 1000.0, "perf/seconds_per_step": 2.0} for step in (10, 30)]
     lines.append({"step": 30, **{metric: 0.5 for metric in results.VALIDATION.values()}})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    results.main([str(tmp_path), "--runs", str(run), "--output", str(tmp_path / "tables.md")])
+    tables = tmp_path / "new" / "tables.md"
+    results.main([str(tmp_path), "--runs", str(run), "--output", str(tables)])
     assert capsys.readouterr().out == ""
-    assert cells((tmp_path / "tables.md").read_text(), "## Training")["one"] == [
+    assert cells(tables.read_text(), "## Training")["one"] == [
         "30", "0.1", "1.0", "1,000", "", *["0.5000"] * 5]  # 30 steps of 2 s at 1000 tokens/s: a minute
 
 
@@ -63,3 +64,11 @@ def test_a_folder_without_figures_is_refused_in_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit):
         results.main([str(tmp_path)])
     assert "holds no JSON file of scripts/bench_decode.py; measure first" in capsys.readouterr().err
+
+
+def test_a_file_of_another_command_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "evaluation.json").write_text('{"tau": 2}')
+    with pytest.raises(SystemExit):
+        results.main([str(tmp_path)])
+    assert capsys.readouterr().err == (f"error: {tmp_path / 'evaluation.json'} is damaged: it has no results; "
+                                       "keep no JSON files there but those of scripts/bench_decode.py\n")
