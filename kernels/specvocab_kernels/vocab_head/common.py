@@ -40,51 +40,6 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def prefetch(pointer, LENGTH: tl.constexpr):
-    """Have ``LENGTH`` elements brought into the L2 cache, in one instruction of one thread; Hopper and later.
-
-    Nothing happens where they are not a multiple of 16 bytes.
-    """
-    SIZE: tl.constexpr = LENGTH * pointer.dtype.element_ty.primitive_bitwidth // 8
-    if SIZE % 16 == 0:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.b32 $0, 0;
-            }""",
-            "=r,l,r",
-            [pointer.to(tl.int64), SIZE],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def prefetch_rows(pointers, LENGTH: tl.constexpr, wanted):
-    """The same for ``LENGTH`` elements at each of the pointers where ``wanted`` is positive."""
-    SIZE: tl.constexpr = LENGTH * pointers.dtype.element_ty.primitive_bitwidth // 8
-    if SIZE % 16 == 0:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred wanted;
-            setp.gt.s32 wanted, $3, 0;
-            @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.b32 $0, 0;
-            }""",
-            "=r,l,r,r",
-            [pointers.to(tl.int64), SIZE, wanted],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def _round(reduced, largest, KIND: tl.constexpr):
     """``reduced`` as the matrix units take it, relative to the row's largest element, in one or two parts.
 
@@ -191,7 +146,6 @@ def round_kernel(
     high_ptr,  # [B, r]
     low_ptr,  # [B, r], for int8
     units_ptr,  # [B] float32: what one unit of a row is worth
-    totals_ptr,  # [B] int32: set to zero, for the selection to count in
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     KIND: tl.constexpr,
@@ -199,8 +153,8 @@ def round_kernel(
 ):
     """``reduced`` rounded once for all tiles; see ``_round``."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # first, because the next kernel can read weights while this one waits
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     b = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_R)
     inside = column < RANK
@@ -212,4 +166,3 @@ def round_kernel(
     if KIND == "int8":
         tl.store(low_ptr + b * RANK + column, low, mask=inside)
     tl.store(units_ptr + b, largest)
-    tl.store(totals_ptr + b, 0)

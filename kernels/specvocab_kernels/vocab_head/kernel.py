@@ -98,19 +98,17 @@ def tile_head(
     per_tile: dict[str, Any] = dict(dtype=torch.int32, device=hidden.device)
     chosen = torch.empty(blocks, selection.num_tiles, selection.keep, block_b, **per_tile)
     members = torch.empty(blocks, selection.num_tiles, num_members, **per_tile)
-    *rounded, totals = _rounded(reduced, weights)
+    member_counts = torch.empty(blocks, selection.num_tiles, **per_tile)
     many.select_kernel[(selection.num_tiles, blocks)](
-        *rounded,
+        *_rounded(reduced, weights),
         weights.vocab_proj,
         weights.scales,
-        weights.lm_head,
         ids,
         chosen,
         members,
-        totals,
+        member_counts,
         batch,
         *sizes,
-        HIDDEN=weights.hidden_size,
         RANK=weights.rank,
         TILE=selection.tile,
         KEEP=selection.keep,
@@ -124,21 +122,21 @@ def tile_head(
         **config["select"],
         **_dependent(hidden),
     )
-    rescore = dict(config["rescore"])
-    programs = rescore.pop("PER_MULTIPROCESSOR") * _multiprocessors(hidden)
-    many.rescore_kernel[(programs, blocks)](
+    rescore = config["rescore"]
+    many.rescore_kernel[(triton.cdiv(selection.num_tiles, rescore["TILES"]), blocks)](
         hidden,
         weights.lm_head,
         logits,
         chosen,
         members,
-        totals,
+        member_counts,
         batch,
         *sizes,
         *final,
         HIDDEN=weights.hidden_size,
         KEEP=selection.keep,
         MEMBERS=num_members,
+        TILES_PAD=triton.next_power_of_2(rescore["TILES"]),
         BLOCK_B=block_b,
         EVEN=weights.hidden_size % rescore["BLOCK_D"] == 0,
         CAPPED=logit_softcap is not None,
@@ -157,7 +155,7 @@ def approximate_scores(hidden: Tensor, weights: HeadWeights) -> Tensor:
     tile = config["scores"]["TILE"]
     block_b = config["batch"]["BLOCK_B"]
     many.scores_kernel[(triton.cdiv(weights.vocab_size, tile), triton.cdiv(batch, block_b))](
-        *_rounded(_reduce(hidden, weights, config["reduce"]), weights)[:3],
+        *_rounded(_reduce(hidden, weights, config["reduce"]), weights),
         weights.vocab_proj,
         weights.scales,
         scores,
@@ -237,24 +235,22 @@ def block_shapes(weights: HeadWeights, batch: int, shared: bool) -> dict[str, di
         shapes["one"] = dict(
             PARTS=max(1, min(parts, 8 if size == 1 else 16, tile // 4)),
             BLOCK_R=_block(weights.rank),
-            COLUMNS=_block(weights.rank),
-            PREFETCH=False,
             BLOCK_D=block_d,
             num_warps=max(num_warps, min(8, keep_pad * block_d // 2048)),
         )
     shapes["select"] = dict(
         BLOCK_K=64 if tile * size <= 1024 else 32 if tile * size <= 2048 or size < 4 else 16,
         STAGES=3,
-        ACROSS=block_b >= 64,
-        PREFETCH=True,
-        PREFETCH_ROWS=block_b == 16,
         num_warps=8 if tile * block_b > 8192 or tile > 256 else 4,
     )
     half = weights.lm_head.element_size() == 2
-    if block_b == 16:
-        rescore = dict(SLOTS=16, BLOCK_D=512, STAGES=3, PER_MULTIPROCESSOR=2, num_warps=4)
+    if shared:
+        rescore = dict(TILES=max(1, 16 // keep), SLOTS=16, BLOCK_D=512 if block_b == 16 else 128, STAGES=4, num_warps=4)
+    elif block_b == 16:
+        rescore = dict(TILES=max(1, 8 // keep), SLOTS=64, BLOCK_D=128, STAGES=5, num_warps=4)
     else:
-        rescore = dict(SLOTS=256, BLOCK_D=64, STAGES=4, PER_MULTIPROCESSOR=1, num_warps=8)
+        union = tile * (1 - (1 - min(1.0, keep / tile)) ** block_b)  # of independent rows
+        rescore = dict(TILES=max(1, int(205 / union)), SLOTS=256, BLOCK_D=64, STAGES=4, num_warps=8)
     if not half:
         rescore.update(SLOTS=min(64, rescore["SLOTS"]), BLOCK_D=32, STAGES=3)
     shapes["rescore"] = rescore
@@ -284,37 +280,28 @@ def _reduce(hidden: Tensor, weights: HeadWeights, config: dict[str, Any]) -> Ten
     return reduced
 
 
-def _rounded(reduced: Tensor, weights: HeadWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``reduced`` as the matrix units take it: high and low part, unit; and a zero for each row (see ``many``)."""
+def _rounded(reduced: Tensor, weights: HeadWeights) -> tuple[Tensor, Tensor, Tensor]:
     kind = KINDS[weights.vocab_proj.dtype]
     dtype = torch.float16 if kind == "fp8" else weights.vocab_proj.dtype
     high = torch.empty(reduced.shape, dtype=dtype, device=reduced.device)
     low = torch.empty_like(high) if kind == "int8" else high
     units = torch.empty(reduced.shape[0], dtype=torch.float32, device=reduced.device)
-    totals = torch.empty(reduced.shape[0], dtype=torch.int32, device=reduced.device)
     common.round_kernel[(reduced.shape[0],)](
         reduced,
         high,
         low,
         units,
-        totals,
         RANK=weights.rank,
         BLOCK_R=_block(weights.rank),
         KIND=kind,
         num_warps=1,
         **_dependent(reduced),
     )
-    return high, low, units, totals
+    return high, low, units
 
 
 def _block(length: int) -> int:
     return max(16, triton.next_power_of_2(length))
-
-
-def _multiprocessors(tensor: Tensor) -> int:
-    if tensor.device.type != "cuda":
-        return 2  # the interpreter: more than one, to show that they share the work rightly
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
 def _dependent(tensor: Tensor) -> dict[str, bool]:

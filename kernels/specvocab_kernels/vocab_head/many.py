@@ -9,16 +9,7 @@ registers of one kernel: fused, they took 65 µs where they take 38 apart (10 ro
 import triton
 import triton.language as tl
 
-from specvocab_kernels.vocab_head.common import (
-    MAX_UNROLLED,
-    SELECTED_,
-    SIZES,
-    dot,
-    order_keys,
-    prefetch,
-    prefetch_rows,
-    scale_and_cap,
-)
+from specvocab_kernels.vocab_head.common import MAX_UNROLLED, SELECTED_, SIZES, dot, order_keys, scale_and_cap
 
 
 @triton.jit
@@ -38,22 +29,15 @@ def _scores(
     STAGES: tl.constexpr,
     KIND: tl.constexpr,
     SCALED: tl.constexpr,
-    ACROSS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Approximate logits ``[TILE, BLOCK_B]`` of the rows from ``start``, in units of the hidden states' rounding.
-
-    ``ACROSS``: the matrix units compute the transpose, so that a thread holds more ids of fewer hidden states and the
-    best id of a tile is found almost within it.
-    """
+    """Approximate logits ``[TILE, BLOCK_B]`` of the rows from ``start``, in units of the hidden states' rounding."""
     place = tl.arange(0, TILE)
-    M: tl.constexpr = BLOCK_B if ACROSS else TILE
-    N: tl.constexpr = TILE if ACROSS else BLOCK_B
     if KIND == "int8":
-        high_dots = tl.zeros((M, N), dtype=tl.int32)
-        low_dots = tl.zeros((M, N), dtype=tl.int32)
+        high_dots = tl.zeros((TILE, BLOCK_B), dtype=tl.int32)
+        low_dots = tl.zeros((TILE, BLOCK_B), dtype=tl.int32)
     else:
-        high_dots = tl.zeros((M, N), dtype=tl.float32)
+        high_dots = tl.zeros((TILE, BLOCK_B), dtype=tl.float32)
     for k in tl.range(0, RANK, BLOCK_K, num_stages=STAGES):
         column = k + tl.arange(0, BLOCK_K)
         inside = column < RANK
@@ -68,24 +52,15 @@ def _scores(
         high = tl.load(high_ptr + offsets, mask=wanted, other=0.0)
         if KIND == "int8":
             low = tl.load(low_ptr + offsets, mask=wanted, other=0.0)
-            if ACROSS:
-                high_dots = tl.dot(high, tl.trans(rows), high_dots, out_dtype=tl.int32)
-                low_dots = tl.dot(low, tl.trans(rows), low_dots, out_dtype=tl.int32)
-            else:
-                high_dots = tl.dot(rows, tl.trans(high), high_dots, out_dtype=tl.int32)
-                low_dots = tl.dot(rows, tl.trans(low), low_dots, out_dtype=tl.int32)
+            high_dots = tl.dot(rows, tl.trans(high), high_dots, out_dtype=tl.int32)
+            low_dots = tl.dot(rows, tl.trans(low), low_dots, out_dtype=tl.int32)
         else:
             if KIND == "fp8":
                 rows = rows.to(tl.float16)
-            if ACROSS:
-                high_dots = dot(high, tl.trans(rows), high_dots, UPCAST)
-            else:
-                high_dots = dot(rows, tl.trans(high), high_dots, UPCAST)
+            high_dots = dot(rows, tl.trans(high), high_dots, UPCAST)
     scores = high_dots.to(tl.float32)
     if KIND == "int8":
         scores = (scores + low_dots.to(tl.float32) * (1.0 / 254.0)) * (1.0 / 127.0)
-    if ACROSS:
-        scores = tl.trans(scores)
     if SCALED:
         scores *= tl.load(scales_ptr + start + place)[:, None]
     return scores
@@ -137,7 +112,6 @@ def scores_kernel(
         STAGES,
         KIND,
         False,
-        False,
         UPCAST,
     )
     if SCALED:
@@ -169,18 +143,16 @@ def select_kernel(
     units_ptr,  # [B]
     proj_ptr,  # [num_tiles * TILE, r]
     scales_ptr,  # [num_tiles * TILE] float32
-    lm_head_ptr,  # [V, d]
     ids_ptr,  # [B, k] int32
     chosen_ptr,  # [batch blocks, num_tiles, KEEP, BLOCK_B] int32: the same ids, by tile
-    members_ptr,  # [batch blocks, num_tiles * MEMBERS] int32: the tiles' unions, one after the other in any order
-    totals_ptr,  # [batch blocks] int32, zero before: how many those are
+    members_ptr,  # [batch blocks, num_tiles, MEMBERS] int32
+    sizes_ptr,  # [batch blocks, num_tiles] int32
     batch,
     vocab_size,
     num_tiles,
     num_candidates,
     per_tile,
     extra,
-    HIDDEN: tl.constexpr,
     RANK: tl.constexpr,
     TILE: tl.constexpr,
     KEEP: tl.constexpr,
@@ -192,9 +164,6 @@ def select_kernel(
     KIND: tl.constexpr,
     SCALED: tl.constexpr,
     SHARED: tl.constexpr,
-    ACROSS: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PREFETCH_ROWS: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -207,9 +176,6 @@ def select_kernel(
     place = tl.arange(0, TILE)
     start = t.to(tl.int64) * TILE
     if PDL:
-        # The memory is idle while the kernels before this one run.
-        if PREFETCH:
-            prefetch(proj_ptr + start * RANK, TILE * RANK)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -233,7 +199,6 @@ def select_kernel(
             STAGES,
             KIND,
             SCALED,
-            ACROSS,
             UPCAST,
         )
         if SHARED:  # rows must be comparable
@@ -255,11 +220,9 @@ def select_kernel(
     else:
         for j in range(KEEP):
             keys, union = _take_best(keys, union, j, rows_count, t, num_tiles, ids_ptr, chosen_ptr, TILE, BLOCK_B)
-    if PDL and PREFETCH_ROWS:  # of lm_head, for the kernel that follows
-        prefetch_rows(lm_head_ptr + (place * num_tiles + t).to(tl.int64) * HIDDEN, HIDDEN, union)
-    first = tl.atomic_add(totals_ptr + tl.program_id(1), tl.sum(union, 0), sem="relaxed")
-    position = tl.program_id(1).to(tl.int64) * num_tiles * MEMBERS + first + tl.cumsum(union, 0) - 1
-    tl.store(members_ptr + position, place * num_tiles + t, mask=union > 0)
+    position = tl.cumsum(union, 0) - 1
+    tl.store(members_ptr + block * MEMBERS + position, place * num_tiles + t, mask=union > 0)
+    tl.store(sizes_ptr + block, tl.sum(union, 0))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -269,7 +232,7 @@ def rescore_kernel(
     logits_ptr,  # [B, k] float32
     chosen_ptr,
     members_ptr,
-    totals_ptr,
+    sizes_ptr,
     batch,
     vocab_size,
     num_tiles,
@@ -281,6 +244,8 @@ def rescore_kernel(
     HIDDEN: tl.constexpr,
     KEEP: tl.constexpr,
     MEMBERS: tl.constexpr,
+    TILES: tl.constexpr,
+    TILES_PAD: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -291,27 +256,32 @@ def rescore_kernel(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """An equal share of the unions, ``SLOTS`` ids at a time, times ``BLOCK_B`` hidden states.
+    """The members of ``TILES`` tiles, ``SLOTS`` at a time, times ``BLOCK_B`` hidden states.
 
     A row of ``lm_head`` is read once however many hidden states want it; each takes its own candidates from the
-    products of all. In what order the tiles have listed their ids changes nothing: a product depends on its row alone.
+    products of all.
     """
     lane = tl.arange(0, BLOCK_B)
     b = tl.program_id(1) * BLOCK_B + lane
     present = b < batch
-    first_block = tl.program_id(1).to(tl.int64) * num_tiles
-    members_ptr += first_block * MEMBERS
+    first_tile = tl.program_id(0) * TILES
+    tile = tl.arange(0, TILES_PAD)
+    owned = (tile < TILES) & (first_tile + tile < num_tiles)
+    first_block = tl.program_id(1).to(tl.int64) * num_tiles + first_tile
     if PDL:
         tl.extra.cuda.gdc_wait()
-    total = tl.load(totals_ptr + tl.program_id(1))
-    share = tl.cdiv(total, tl.num_programs(0))
-    end = tl.minimum((tl.program_id(0) + 1) * share, total)
+    sizes = tl.load(sizes_ptr + first_block + tile, mask=owned, other=0)
+    total = tl.sum(sizes, 0)
+    ends = tl.cumsum(sizes, 0)
 
-    for begin in range(tl.program_id(0) * share, end, SLOTS):
+    for begin in range(0, total, SLOTS):
         slot = begin + tl.arange(0, SLOTS)
-        used = slot < end
-        member = tl.load(members_ptr + slot, mask=used, other=0)
-        t = member % num_tiles
+        used = slot < total
+        before = slot[:, None] >= ends[None, :]  # tiles that lie wholly before the slot
+        owner = tl.minimum(tl.sum(before.to(tl.int32), 1), TILES - 1)
+        inner = slot - tl.sum(tl.where(before, sizes[None, :], 0), 1)
+        block = first_block + owner
+        member = tl.load(members_ptr + block * MEMBERS + inner, mask=used, other=0)
         row = member.to(tl.int64) * HIDDEN
 
         acc = tl.zeros((SLOTS, BLOCK_B), dtype=tl.float32)
@@ -334,8 +304,9 @@ def rescore_kernel(
             acc = dot(rows, tl.trans(hidden), acc, UPCAST)
 
         logits = scale_and_cap(acc, logit_scale, softcap, CAPPED)
+        t = first_tile + owner
         out = b[None, :] * num_candidates + (t * per_tile + tl.minimum(t, extra))[:, None]
-        chosen = chosen_ptr + ((first_block + t) * KEEP * BLOCK_B)[:, None] + lane[None, :]
+        chosen = chosen_ptr + (block * KEEP * BLOCK_B)[:, None] + lane[None, :]
         wanted = used[:, None] & present[None, :]
         if KEEP <= MAX_UNROLLED:
             for j in tl.static_range(KEEP):
