@@ -7,10 +7,10 @@
 
 Every draft is measured with each head that it has: the full one and the speculated vocabulary, or the static head that
 it was trained or pruned to (scripts/trim_vocab.py). Of several exports of one draft, ``--own-heads`` measures the full
-head once. A shape is a chain's length, or DEPTHxTOP_KxTOKENS of a dynamic
-tree. All decode the same turns one after the other, in one process, with the same graphs; seconds include the prefill.
-A later turn of a prompt follows on the target's greedy answers. Greedy outputs are compared with the plain one; of
-every output that differs, the JSON has the gap between the target's two best logits there: rounding for a tie.
+head once. A shape is a chain's length, or DEPTHxTOP_KxTOKENS of a dynamic tree. All decode the same turns one after the
+other, in one process, with the same graphs; seconds include the prefill. A later turn of a prompt follows on the
+target's greedy answers. Greedy outputs are compared with the plain one; of every output that differs, the JSON has the
+gap between the target's two best logits there: rounding for a tie.
 ``--plain-layers`` adds every engine with the target's layers not compiled (specvocab_model/compiled_layers.py).
 ``--random`` makes target and drafts of random weights: their times are those of the shape, their acceptance means
 nothing.

@@ -167,7 +167,7 @@ def tiny_gguf(file: Path, *, seed: int = 0) -> PreTrainedModel:
     """
     model = tiny_model("llama", seed=seed, vocab_size=TOKENIZER_LENGTH + 2)
     writer = GGUFWriter(file, "llama")
-    _write_gguf_config(writer, model.config)
+    write_gguf_config(writer, model.config, model.config.rope_parameters["rope_theta"])
     _write_gguf_tokenizer(writer)
     weights = {name: weight.numpy() for name, weight in model.state_dict().items()}
     writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"])
@@ -180,14 +180,19 @@ def tiny_gguf(file: Path, *, seed: int = 0) -> PreTrainedModel:
                 halves = weight.reshape(heads[gguf_name], 2, -1, weight.shape[-1])
                 weight = halves.swapaxes(1, 2).reshape(weight.shape)
             writer.add_tensor(f"blk.{layer}.{gguf_name}.weight", weight)
+    close_gguf(writer)
+    return model
+
+
+def close_gguf(writer: GGUFWriter) -> None:
+    """Write what was added."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return model
 
 
-def _write_gguf_config(writer: GGUFWriter, config: PreTrainedConfig) -> None:
+def write_gguf_config(writer: GGUFWriter, config: PreTrainedConfig, rope_theta: float) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -198,7 +203,7 @@ def _write_gguf_config(writer: GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 

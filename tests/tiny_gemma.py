@@ -8,7 +8,7 @@ import torch
 from gguf import GGUFWriter, TokenType
 from transformers import Gemma3TextConfig, PreTrainedModel
 
-from tests.tiny import random_model
+from tests.tiny import close_gguf, random_model, write_gguf_config
 
 BOS_ID, EOS_ID, PAD_ID, UNK_ID, START_OF_TURN_ID, SPARE_ID = 2, 1, 0, 3, 4, 5
 CONTROL = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<unused0>", "<mask>")
@@ -42,23 +42,11 @@ def tiny_gemma_gguf(file: Path) -> PreTrainedModel:
     model = tiny_gemma()
     writer = GGUFWriter(file, "gemma3")
     config = model.config
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_freq_base(1e6)
+    write_gguf_config(writer, config, config.rope_parameters["full_attention"]["rope_theta"])
     writer.add_sliding_window(config.sliding_window)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     _write_tokenizer(writer)
     _write_weights(writer, model)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close_gguf(writer)
     return model
 
 

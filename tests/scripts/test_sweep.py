@@ -213,16 +213,19 @@ def test_signals_let_points_save_and_the_sweep_resumes(tmp_path, arguments, monk
     assert starts(tmp_path) == {"lr-0.25": 2, "lr-0.1": 1}
 
 
+class Job:
+    """A point that runs until it is stopped."""
+
+    stopped = False
+
+    def exit_code(self) -> int | None:
+        return 75 if self.stopped else None
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
 def test_a_launcher_that_fails_leaves_no_point_behind(arguments):
-    class Job:
-        stopped = False
-
-        def exit_code(self) -> int | None:
-            return 75 if self.stopped else None
-
-        def stop(self) -> None:
-            self.stopped = True
-
     class Launcher:
         def __init__(self) -> None:
             self.jobs: list[Job] = []
@@ -241,15 +244,6 @@ def test_a_launcher_that_fails_leaves_no_point_behind(arguments):
 
 
 def test_a_point_that_is_just_being_started_is_stopped_too(arguments):
-    class Job:
-        stopped = False
-
-        def exit_code(self) -> int | None:
-            return 75 if self.stopped else None
-
-        def stop(self) -> None:
-            self.stopped = True
-
     class Launcher:
         def start(self, point):
             self.job = Job()
