@@ -9,7 +9,6 @@ that was stopped anywhere is started again and resumes by itself.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -17,8 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -28,7 +26,7 @@ from data_gen.shards import MANIFEST_FILE, read_manifest
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError, TargetConfig
 from specvocab_model.export import PARTS, PROVENANCE_FILE
-from specvocab_model.files import read_json, require_fields, sha256
+from specvocab_model.files import exclusive, read_json, require_fields, sha256
 from specvocab_model.signals import held_back
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -65,7 +63,7 @@ def main(config: Config) -> None:
     signal.signal(signal.SIGTERM, _terminate)
     output = Path(config.output_dir)
     stages = plan(config)
-    with exclusive(output / "pipeline.lock") as lock:
+    with exclusive(output / "pipeline.lock", f"waiting for an earlier run in {output} to end", wait=True) as lock:
         if needs_fetch(config.target):
             fetch(config.target)
         record = Record(output / "pipeline.json")
@@ -231,18 +229,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + signum)
-
-
-@contextmanager
-def exclusive(path: Path) -> Iterator[int]:
-    """Hold the lock file ``path``, waiting for whoever holds it; yields its descriptor."""
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for an earlier run in {path.parent} to end", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield file.fileno()
 
 
 def collect(config: Config, seconds: dict[str, float]) -> dict[str, Any]:

@@ -12,14 +12,11 @@ their checkpoints.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -27,6 +24,7 @@ from typing import NoReturn
 
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError
+from specvocab_model.files import exclusive
 from specvocab_model.signals import held_back
 from train.charts import number
 from train.sweep.launchers import GRACE_S, POLL_S, Job, Launcher, build_launcher
@@ -53,7 +51,9 @@ class Running:
 def main(config: Config) -> None:
     check_metric(config)
     points = Points(config, sys.argv[1:])
-    with exclusive(points.folder / "sweep.lock", config) as lock:
+    busy = (f"another sweep writes to {points.folder}; wait for it, stop it, or choose another name than "
+            f"sweep.name={config.sweep.name}")
+    with exclusive(points.folder / "sweep.lock", busy) as lock:
         check_same_settings(points.folder / "sweep.json", config)
         source = build_source(points)
         launcher = build_launcher(config, points.folder, lock)
@@ -164,23 +164,6 @@ def check_same_settings(path: Path, config: Config) -> None:
     if differing:
         raise ConfigError(f"{path.parent} was begun with other settings ({'; '.join(differing)}); restore them, or "
                           "choose another sweep.name")
-
-
-@contextmanager
-def exclusive(path: Path, config: Config) -> Iterator[int]:
-    """Hold the sweep's lock file; yields its descriptor.
-
-    Raises:
-        ConfigError: another process holds it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"another sweep writes to {path.parent}; wait for it, stop it, or choose another name "
-                              f"than sweep.name={config.sweep.name}") from error
-        yield file.fileno()
 
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -58,6 +60,34 @@ def sha256(path: Path) -> str:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Indented, for people to read."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def exclusive(path: Path, busy: str, *, wait: bool = False) -> Iterator[int]:
+    """Hold the lock file ``path``, made with its folder; yields its descriptor, for processes that are to hold it too.
+
+    Args:
+        busy: what to say where another process holds it.
+        wait: say it and wait for the other's end, instead of raising it.
+
+    Raises:
+        ConfigError: ``busy``, or the lock file cannot be opened.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise ConfigError(f"the lock file {path} cannot be opened: {error.strerror}; see that its folder can be "
+                          "written to, or choose another") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if not wait:
+                raise ConfigError(busy) from error
+            print(busy, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
 
 
 def follow_umask(path: Path) -> None:

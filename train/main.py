@@ -9,13 +9,11 @@ written, so the same command goes on. (Launchers of several ranks exit with 1 wh
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -25,6 +23,7 @@ from specvocab_model.chat_template import renders_alike
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError
 from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.files import exclusive
 from specvocab_model.target_spec import load_spec_and_tokenizer
 from train.build import Run, build_run
 from train.checkpoint import CheckpointError
@@ -39,7 +38,7 @@ def main(config: Config) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     check_installed(config.tracking)
     check_inputs(config)
-    with exclusive(Path(config.output_dir, "train.lock")):
+    with alone_in(Path(config.output_dir)):
         listen()
         run = build_run(config)
         status = train_to_an_end(run)
@@ -64,24 +63,12 @@ def train_to_an_end(run: Run) -> int | str:
     return 0
 
 
-@contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold the run's lock file, on rank 0: two runs in one folder would mix their checkpoints and metrics.
-
-    Raises:
-        ConfigError: another process holds it.
-    """
+def alone_in(folder: Path) -> AbstractContextManager[int | None]:
+    """Holds the run's lock file, on rank 0: two runs in one folder would mix their checkpoints and metrics."""
     if os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"another training run writes to {path.parent}; wait for it, stop it, or choose another "
-                              "run_name") from error
-        yield
+        return nullcontext()
+    return exclusive(folder / "train.lock", f"another training run writes to {folder}; wait for it, stop it, or choose "
+                     "another run_name")
 
 
 def check_inputs(config: Config) -> None:

@@ -22,7 +22,6 @@ from scripts.pipeline import (
     Stage,
     _terminate,
     command,
-    exclusive,
     main,
     needs_fetch,
     plan,
@@ -232,7 +231,8 @@ time.sleep(60)
 PIPELINE_OF_ONE_STAGE = """
 import signal, sys
 from pathlib import Path
-from scripts.pipeline import CHANGED, FINISHED, Record, Stage, _terminate, exclusive, run
+from scripts.pipeline import Record, Stage, _terminate, run
+from specvocab_model.files import exclusive
 from tests.scripts.test_pipeline import quickstart
 
 signal.signal(signal.SIGTERM, _terminate)
@@ -240,7 +240,7 @@ folder = Path({folder!r})
 stage = Stage(name="train", script={script!r}, settings={{}}, results=(folder / "result",))
 config = quickstart()
 sys.argv = sys.argv[:1]
-with exclusive(folder / "lock") as lock:
+with exclusive(folder / "lock", "busy") as lock:
     run(stage, "a", config, Record(folder / "record.json"), lock)
 """
 
@@ -281,20 +281,14 @@ def test_a_killed_pipeline_leaves_no_second_run_beside_its_stage(stage, tmp_path
     process.wait()
     assert 2 <= json.loads((tmp_path / "record.json").read_text())["train"]["seconds"] < 20
     waiter = subprocess.Popen(
-        [sys.executable, "-c", f"from pathlib import Path; from scripts.pipeline import exclusive\n"
-                               f"with exclusive(Path({str(tmp_path / 'lock')!r})): print('held')"],
+        [sys.executable, "-c", f"from pathlib import Path; from specvocab_model.files import exclusive\nwith exclusive("
+                               f"Path({str(tmp_path / 'lock')!r}), 'waiting', wait=True): print('held')"],
         cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
     )
-    assert waiter.stdout.readline().startswith("waiting for an earlier run in ")
+    assert waiter.stdout.readline() == "waiting\n"
     assert waiter.poll() is None
     os.killpg(process.pid, signal.SIGKILL)
     assert waiter.communicate(timeout=20)[0] == "held\n"
-
-
-def test_lock_is_free_again(tmp_path):
-    for _ in range(2):
-        with exclusive(tmp_path / "lock"):
-            pass
 
 
 def test_answers_too_short_for_a_draft_still_end_in_a_table(tmp_path):

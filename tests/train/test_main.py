@@ -146,13 +146,13 @@ def test_data_that_teach_nothing_are_refused_and_cost_no_earlier_result(root, mo
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path, monkeypatch):
-    with command.exclusive(tmp_path / "run/train.lock"):
+    with command.alone_in(tmp_path / "run"):
         with pytest.raises(ConfigError, match=r"another training run writes to .*run; wait for it"), \
-                command.exclusive(tmp_path / "run/train.lock"):
+                command.alone_in(tmp_path / "run"):
             pytest.fail("the lock was given twice")
         monkeypatch.setenv("RANK", "1")
-        with command.exclusive(tmp_path / "run/train.lock"):
+        with command.alone_in(tmp_path / "run"):
             pass  # the other ranks of the same run
     monkeypatch.setenv("RANK", "0")
-    with command.exclusive(tmp_path / "run/train.lock"):
+    with command.alone_in(tmp_path / "run"):
         pass  # free again
