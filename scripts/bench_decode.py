@@ -41,7 +41,7 @@ from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.engine import DecodeEngine, DraftShape
 from specvocab_model.engine.shapes import width_for
-from specvocab_model.evaluation import first_difference
+from specvocab_model.evaluation import first_differences
 from specvocab_model.heads import build_head
 from specvocab_model.measurement import Difference, Measurement
 from specvocab_model.options import draft_shape
@@ -255,22 +255,35 @@ def decode(
         for batch in of_every_width(batches):
             engine.generate([turn.prompt_ids for turn in batch], max_new_tokens=args.max_new_tokens)
     for number, batch in enumerate(tqdm(batches, unit="batch", desc="decoding")):
-        plain: list[list[int]] = []
+        answers: dict[str, list[list[int]]] = {}  # plain decoding's are the first
         for name, engine in engines.items():
             generator = torch.Generator(target.device).manual_seed(number)
             start = time.perf_counter()
             outputs = engine.generate([turn.prompt_ids for turn in batch], max_new_tokens=args.max_new_tokens,
                                       generator=generator)
             seconds = time.perf_counter() - start
-            plain = plain or [output.sequences for output in outputs]
-            for turn, output, expected in zip(batch, outputs, plain, strict=True):
+            for turn, output in zip(batch, outputs, strict=True):
                 measured[name].add(turn.category, output, seconds / len(batch))
-                if not args.temperature and output.sequences != expected:
-                    input_ids = torch.tensor([turn.prompt_ids], device=target.device)
-                    position, gap = first_difference(target, input_ids, expected, output.sequences)
-                    measured[name].differences.append(
-                        Difference(id=turn.id, turn=turn.number, position=position, top2_gap=gap))
+            answers[name] = [output.sequences for output in outputs]
+        if not args.temperature:
+            note_differences(target, batch, answers, measured)
     return measured
+
+
+def note_differences(
+    target: Target, batch: Sequence[Turn], answers: dict[str, list[list[int]]], measured: dict[str, Measurement]
+) -> None:
+    """Where answers leave those of plain decoding, the first engine's."""
+    expected = next(iter(answers.values()))
+    for row, turn in enumerate(batch):
+        others = {name: rows[row] for name, rows in answers.items() if rows[row] != expected[row]}
+        if not others:
+            continue
+        input_ids = torch.tensor([turn.prompt_ids], device=target.device)
+        found = first_differences(target, input_ids, expected[row], list(others.values()))
+        for name, (position, gap) in zip(others, found, strict=True):
+            measured[name].differences.append(
+                Difference(id=turn.id, turn=turn.number, position=position, top2_gap=gap))
 
 
 def of_every_width(batches: Sequence[Sequence[Turn]]) -> list[Sequence[Turn]]:

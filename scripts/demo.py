@@ -24,7 +24,7 @@ from specvocab_model.config import DTYPES, ConfigError, TargetConfig
 from specvocab_model.decode import DecodeOutput, place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.engine import DecodeEngine, DraftShape
-from specvocab_model.evaluation import WARM_UP_TOKENS, first_difference
+from specvocab_model.evaluation import WARM_UP_TOKENS, first_differences
 from specvocab_model.export import COPY_AGAIN, PROVENANCE_FILE, load_checkpoint
 from specvocab_model.files import read_json, require_fields
 from specvocab_model.heads import build_head
@@ -180,7 +180,8 @@ def conclusion(
         return f"{speed}; both are drawn from the target's distribution, so they differ"
     if plain == drafted:
         return f"{speed}; the same {len(plain)} tokens"
-    position, gap = first_difference(target, torch.tensor([prompt_ids], device=target.device), plain, drafted)
+    input_ids = torch.tensor([prompt_ids], device=target.device)
+    ((position, gap),) = first_differences(target, input_ids, plain, [drafted])
     return f"{speed}; they part at token {position + 1}, where the target's two best logits are {gap:.2g} apart"
 
 

@@ -10,7 +10,7 @@
 # its own CUDA_VISIBLE_DEVICES. Runs are in outputs/EXPERIMENT*, figures in outputs/EXPERIMENT_results, both in the
 # repository. Without a network, put the wheels of the target into a folder and set
 # PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER HF_HUB_OFFLINE=1. Other variables: TARGET, STEPS=1000 and ABLATION_STEPS=500
-# optimizer steps, QUESTIONS_OF_SPEED=80, EXTRA='key=value ...'.
+# optimizer steps, QUESTIONS_OF_SPEED=80, BATCH=16 texts at a time where only acceptance counts, EXTRA='key=value ...'.
 set -euo pipefail
 
 die() {
@@ -40,7 +40,7 @@ quoted() { printf "'%s'" "${1//\'/\\\'}"; } # for Hydra, to which commas and bra
 experiment=(+experiment="$name" "target.model=$(quoted "$target")" "generation.prompt_files=[$(quoted "$prompts")]"
   "eval.prompts=$(quoted "$questions")" ${EXTRA:-})
 steps=(${STEPS:+"trainer.max_steps=$STEPS"})
-data=data/$name results=outputs/${name}_results
+batch=${BATCH:-16} data=data/$name results=outputs/${name}_results
 static_sizes=(16000 32000)
 
 fetch() { "$python" scripts/fetch_target.py "$target"; }
@@ -124,14 +124,16 @@ speed() { # one text at a time, an even choice of the questions
 }
 
 tau() { # all questions, both turns
-  measure tau --draft "${speculative[@]}" "$static16" "$static32" "${pruned[@]}" --own-heads --batch 16 --shapes 7
+  measure tau --draft "${speculative[@]}" "$static16" "$static32" "${pruned[@]}" --own-heads --batch "$batch" --shapes 7
 }
 
-tau_tree() { measure tau_tree --draft "${speculative[@]}" "$static32" --own-heads --batch 8 --shapes 8x10x60; }
+tau_tree() { # a tree has eight times the drafts of a chain
+  measure tau_tree --draft "${speculative[@]}" "$static32" --own-heads --batch $(((batch + 1) / 2)) --shapes 8x10x60
+}
 
 tau_sampled() {
-  measure tau_sampled --draft "${speculative[@]}" "$static16" "$static32" "${pruned[@]}" --own-heads --batch 16 \
-    --shapes 7 --temperature 1
+  measure tau_sampled --draft "${speculative[@]}" "$static16" "$static32" "${pruned[@]}" --own-heads \
+    --batch "$batch" --shapes 7 --temperature 1
 }
 
 report() {
@@ -158,7 +160,7 @@ ablations() {
   for loss in reverse_kl tv lk_hybrid; do ablation "loss_$loss" "trainer.loss=$loss"; done
   for steps in 1 3 5; do ablation "unroll_steps_$steps" "draft.num_unroll_steps=$steps"; done
   # Simulated acceptance over fewer steps is another quantity, so these are compared by decoding.
-  measure ablation_unroll_steps --own-heads --num-prompts 80 --max-new-tokens 128 --batch 16 --shapes 7 \
+  measure ablation_unroll_steps --own-heads --num-prompts 80 --max-new-tokens 128 --batch "$batch" --shapes 7 \
     --draft outputs/"$name"_ablation_{base,unroll_steps_{1,3,5}}/export
 }
 

@@ -155,7 +155,8 @@ def evaluate(
                     recalled = None if measured.recall is None else measured.recall.count()
                     difference = None
                     if evaluation.greedy and output.sequences != reference.sequences:
-                        position, gap = first_difference(target, input_ids, reference.sequences, output.sequences)
+                        ((position, gap),) = first_differences(target, input_ids, reference.sequences,
+                                                               [output.sequences])
                         difference = Difference(id=prompt.id, turn=turn, position=position, top2_gap=gap)
                         measured.differences.append(difference)
                     if on_turn is not None:
@@ -199,12 +200,18 @@ def _observing(recall: CandidateRecall | None) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def first_difference(
-    target: Target, input_ids: Tensor, expected: Sequence[int], actual: Sequence[int]
-) -> tuple[int, float]:
-    """Index of the first differing token, and the gap between the target's two best logits there."""
-    pairs = zip(expected, actual, strict=False)  # one may be longer
-    position = next((i for i, (left, right) in enumerate(pairs) if left != right), min(len(expected), len(actual)))
-    context = torch.cat([input_ids, input_ids.new_tensor([expected[:position]])], dim=1)
-    best, second = target.logits(target.forward(context).final_hidden[0, -1]).topk(2).values.tolist()
-    return position, best - second
+def first_differences(
+    target: Target, input_ids: Tensor, expected: Sequence[int], outputs: Sequence[Sequence[int]]
+) -> list[tuple[int, float]]:
+    """Where each output leaves the expected one: index of the first token that differs, and the gap between the
+    target's two best logits there. One forward of the target serves all."""
+    positions = [_first_difference(expected, output) for output in outputs]
+    text = torch.cat([input_ids, input_ids.new_tensor([expected[: max(positions)]])], dim=1)
+    hidden = target.forward(text).final_hidden[0, input_ids.shape[1] - 1 :]  # the first predicts expected[0]
+    best, second = target.logits(hidden[positions]).topk(2).values.unbind(-1)
+    return list(zip(positions, (best - second).tolist(), strict=True))
+
+
+def _first_difference(expected: Sequence[int], output: Sequence[int]) -> int:
+    pairs = zip(expected, output, strict=False)  # one may be longer
+    return next((i for i, (left, right) in enumerate(pairs) if left != right), min(len(expected), len(output)))

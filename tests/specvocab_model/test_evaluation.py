@@ -176,8 +176,18 @@ def test_a_changed_output_is_listed_with_the_targets_gap(
 
 
 def test_an_output_that_ends_early_differs_at_its_end(target: Target):
-    position, _ = evaluation.first_difference(target, torch.tensor([[1, 2]]), [5, 6, 7], [5, 6])
+    ((position, _),) = evaluation.first_differences(target, torch.tensor([[1, 2]]), [5, 6, 7], [[5, 6]])
     assert position == 2
+
+
+def test_outputs_of_one_turn_share_a_forward_and_find_their_own_gaps(target: Target):
+    expected, outputs = [5, 6, 7, 8], [[5, 6, 7, 9], [4], [5, 6]]
+    found = evaluation.first_differences(target, torch.tensor([[1, 2]]), expected, outputs)
+    assert [position for position, _ in found] == [3, 0, 2]
+    for position, gap in found:
+        text = torch.tensor([[1, 2, *expected[:position]]])
+        best, second = target.model(text).logits[0, -1].topk(2).values.tolist()
+        assert gap == pytest.approx(best - second, rel=1e-3)
 
 
 def test_sampled_outputs_are_repeatable_and_not_called_lossless(target: Target, variants: dict[str, Variant]):
