@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -28,8 +27,8 @@ from specvocab_model.config import Config, ConfigError, HeadConfig
 from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.evaluation import Variant, evaluate
-from specvocab_model.export import PARTS, PROVENANCE_FILE, Provenance, add_evaluation
-from specvocab_model.files import read_json, require_fields, sha256, write_json
+from specvocab_model.export import PARTS, PROVENANCE_FILE, Provenance, add_evaluation, held
+from specvocab_model.files import read_json, replace_json, require_fields, sha256
 from specvocab_model.heads import build_head
 from specvocab_model.target import TORCH_DTYPES, Target, load_spec
 
@@ -45,7 +44,8 @@ def run(config: Config) -> dict[str, Any]:
     """Evaluate the checkpoint of ``config`` and record the result; returns what ``evaluation.json`` holds.
 
     Raises:
-        ConfigError: checkpoint, prompts or target are missing or do not belong together, or prompts were trained on.
+        ConfigError: checkpoint, prompts or target are missing or do not belong together, prompts were trained on, or
+            another process evaluates the checkpoint or writes it.
     """
     folder = Path(config.output_dir, "export")
     if not (folder / "config.json").is_file():
@@ -54,6 +54,12 @@ def run(config: Config) -> dict[str, Any]:
     if not (folder / PROVENANCE_FILE).is_file():
         raise ConfigError(f"{folder} has no {PROVENANCE_FILE}, in which the measurement is recorded: it is not a whole "
                           "export; copy or export it again, or make one of a stock draft with scripts/convert.py")
+    with held(folder):  # two evaluations would mix their figures; those of an older draft do not belong into a new one
+        return measure(folder, config)
+
+
+def measure(folder: Path, config: Config) -> dict[str, Any]:
+    """``run``, with the checkpoint in ``folder`` to itself."""
     prompts = load_prompts(config.eval.prompts, config.eval.num_prompts)
     check_held_out(prompts, config)
     model = SpecVocabDraft.from_pretrained(folder, target_spec=load_spec(config.target))
@@ -124,12 +130,6 @@ class Unfinished:
 
     def write(self, measured: dict[str, Any]) -> None:
         replace_json(self.path, {"digest": self.digest, **measured})
-
-
-def replace_json(path: Path, content: dict[str, Any]) -> None:
-    """Write it whole or not at all."""
-    write_json(path.with_suffix(".tmp"), content)
-    os.replace(path.with_suffix(".tmp"), path)
 
 
 def make_variants(target: Target, model: SpecVocabDraft, training: dict[str, Any] | None) -> dict[str, Variant]:

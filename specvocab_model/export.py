@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,15 @@ from specvocab_model.eagle3 import (
     read_draft_vocab_size,
     tensor_shapes,
 )
-from specvocab_model.files import read_json, replace_folder, require_fields, sha256, write_json
+from specvocab_model.files import (
+    exclusive,
+    read_json,
+    replace_folder,
+    replace_json,
+    require_fields,
+    sha256,
+    write_json,
+)
 from specvocab_model.heads.static import OwnHead
 from specvocab_model.layouts import (
     our_config,
@@ -125,6 +134,26 @@ def save_checkpoint(
     if layout == "speculators":
         config = speculators_config(config, target_spec, architecture.num_unroll_steps)
         draft = {speculators_name(name): tensor for name, tensor in draft.items()}
+    with held(folder):
+        _write(folder, model, target_spec, config, draft, provenance, dtype)
+    return folder
+
+
+def held(folder: Path) -> AbstractContextManager[int]:
+    """Holds the lock of a checkpoint's folder, for who writes to it or records what it measures of it.
+
+    Raises:
+        ConfigError: on entering, another process holds it.
+    """
+    return exclusive(folder.with_name(f".{folder.name}.lock"),
+                     f"another command writes {folder} or measures it; wait for it, or stop it")
+
+
+def _write(
+    folder: Path, model: SpecVocabDraft, target_spec: TargetSpec, config: dict[str, Any], draft: dict[str, Tensor],
+    provenance: Provenance, dtype: torch.dtype,
+) -> None:
+    """Write ``config`` and the tensors ``draft``, as an engine reads them, and all that lies beside them."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -145,8 +174,8 @@ def save_checkpoint(
             "vocab_size": target_spec.vocab_size,
             "hidden_size": target_spec.hidden_size,
         },
-        "num_unroll_steps": architecture.num_unroll_steps,
-        "draft_vocab_size": draft_vocab_size,
+        "num_unroll_steps": model.architecture.num_unroll_steps,
+        "draft_vocab_size": None if model.own_head is None else len(model.own_head.ids),
         "speculator": speculator_config,
         **asdict(provenance),
         "evaluation": None,
@@ -154,7 +183,6 @@ def save_checkpoint(
     write_json(partial / PROVENANCE_FILE, record)
     (partial / "README.md").write_text(model_card(record), encoding="utf-8")
     replace_folder(partial, folder)
-    return folder
 
 
 def check_destination(folder: str | Path) -> Path:
@@ -179,15 +207,14 @@ def add_evaluation(folder: str | Path, evaluation: dict[str, Any]) -> None:
     """Record what ``scripts/evaluate.py`` measured in the checkpoint's provenance and model card.
 
     Args:
-        folder: a checkpoint written by ``save_checkpoint``.
+        folder: a checkpoint written by ``save_checkpoint``, and ``held`` since the draft was read from it.
         evaluation: ``Evaluation.to_dict()``.
     """
     folder = Path(folder)
     record = read_json(folder / PROVENANCE_FILE, COPY_AGAIN) | {"evaluation": evaluation}
     card = folder / ".README.md.partial"
     card.write_text(model_card(record), encoding="utf-8")
-    write_json(folder / f".{PROVENANCE_FILE}.partial", record)
-    os.replace(folder / f".{PROVENANCE_FILE}.partial", folder / PROVENANCE_FILE)
+    replace_json(folder / PROVENANCE_FILE, record)
     os.replace(card, folder / "README.md")
 
 

@@ -62,9 +62,18 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def replace_json(path: Path, content: dict[str, Any]) -> None:
+    """``write_json``, whole or not at all; for who writes ``path`` alone, since all would use one temporary name."""
+    partial = path.with_name(f".{path.name}.partial")
+    write_json(partial, content)
+    os.replace(partial, path)
+
+
 @contextmanager
 def exclusive(path: Path, busy: str, *, wait: bool = False) -> Iterator[int]:
     """Hold the lock file ``path``, made with its folder; yields its descriptor, for processes that are to hold it too.
+
+    The file is removed in the end; one that a killed process has left is no lock.
 
     Args:
         busy: what to say where another process holds it.
@@ -73,21 +82,36 @@ def exclusive(path: Path, busy: str, *, wait: bool = False) -> Iterator[int]:
     Raises:
         ConfigError: ``busy``, or the lock file cannot be opened.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
-    except OSError as error:
-        raise ConfigError(f"the lock file {path} cannot be opened: {error.strerror}; see that its folder can be "
-                          "written to, or choose another") from error
-    with file:
+    while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if not wait:
-                raise ConfigError(busy) from error
-            print(busy, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield file.fileno()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("a")
+        except OSError as error:
+            raise ConfigError(f"the lock file {path} cannot be opened: {error.strerror}; see that its folder can be "
+                              "written to, or choose another") from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if not wait:
+                    raise ConfigError(busy) from error
+                print(busy, flush=True)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_at(path, file.fileno()):
+                continue  # its holder has removed it since it was opened: others would lock another file
+            try:
+                yield file.fileno()
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether ``path`` is the open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def follow_umask(path: Path) -> None:

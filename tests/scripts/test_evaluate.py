@@ -167,6 +167,24 @@ def test_a_killed_evaluation_goes_on_unless_something_else_is_asked(
         evaluate.run(config)
 
 
+def test_while_a_checkpoint_is_measured_nobody_else_measures_or_writes_it(config: Config, monkeypatch):
+    export(config)
+    refused = []
+
+    def meanwhile(state):
+        for other in (evaluate.run, export):
+            with pytest.raises(ConfigError, match=r"another command writes .*run/export or measures it; wait for it"):
+                other(config)
+            refused.append(other)
+
+    decode = evaluate.evaluate
+    monkeypatch.setattr(evaluate, "evaluate", lambda *given, on_prompt, **options: decode(
+        *given, on_prompt=meanwhile, **options))
+    evaluate.run(config)
+    assert len(refused) == 2 * len(SPEC_BENCH)
+    assert {path.name for path in Path(config.output_dir).iterdir()} == {"export", "evaluation.json"}
+
+
 def test_only_the_first_prompts_are_asked(config: Config):
     export(config)
     config.eval = replace(config.eval, num_prompts=1)

@@ -1,7 +1,10 @@
 """Locks: one holder at a time, and what is said where there can be none."""
 
+import os
+
 import pytest
 
+from specvocab_model import files
 from specvocab_model.config import ConfigError
 from specvocab_model.files import exclusive
 
@@ -12,6 +15,26 @@ def test_a_lock_has_one_holder_and_is_free_after_it(tmp_path):
         pytest.fail("the lock was given twice")
     with exclusive(tmp_path / "run/lock", "busy"):
         pass
+    assert not any((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize("another_came", [False, True])
+def test_a_lock_that_was_removed_while_one_waited_for_it_is_none(another_came, tmp_path, monkeypatch, capsys):
+    path, tries = tmp_path / "lock", []
+
+    def flock(file, how):
+        tries.append(how)
+        if len(tries) == 1:
+            raise BlockingIOError
+        if len(tries) == 2:  # the holder ends here
+            path.unlink()
+            if another_came:
+                path.touch()
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with exclusive(path, "waiting", wait=True) as held:
+        assert len(tries) == 3 and os.path.samestat(path.stat(), os.fstat(held))
+    assert capsys.readouterr().out == "waiting\n"
 
 
 @pytest.mark.parametrize("blocked", ["run", "run/lock"])
