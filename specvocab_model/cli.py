@@ -47,7 +47,7 @@ def hydra_main(function: Callable[[Config], None]) -> Callable[[], None]:
 
 
 def _compose(function: Callable[[Config], None]) -> list[Config]:
-    """The checked configuration; none where Hydra was only asked to show something (``--cfg job``, ``--help``).
+    """The checked configuration; none where only something was to be shown (``--cfg job``, ``--help``).
 
     Hydra only composes; the command itself runs after Hydra has returned. So whatever is raised in here is about the
     configuration, and what the command raises has no Hydra frames around it.
@@ -60,6 +60,8 @@ def _compose(function: Callable[[Config], None]) -> list[Config]:
 
     if {"-m", "--multirun"} & set(sys.argv):
         raise ConfigError("--multirun runs all points in one process and output folder; start one command per point")
+    if {"-h", "--help"} & set(sys.argv):  # Hydra adds groups and values, and cannot know what the command is for
+        print((sys.modules[function.__module__].__doc__ or "").strip())
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them over several lines
     register_schemas()
     with _in_one_line():
@@ -97,7 +99,8 @@ def _one_line(error: Exception) -> str:
         return describe(error)
     first = str(error).splitlines()[0].rstrip(".:")
     if isinstance(error, MissingConfigException) and error.options:
-        return f"{first} (there are: {', '.join(error.options)})"
+        choices = [name for name in error.options if name != "schema"]  # what they all begin with
+        return f"{first} (there are: {', '.join(choices)})"
     if isinstance(error, OverrideParseException):
         return f"cannot read the override {error.override!r}: expected key=value in Hydra's grammar"
     reason = error.__cause__ or error.__context__

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from scripts import evaluate
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import ConfigError
 from tests.composing import config_of
@@ -19,7 +20,8 @@ MISTAKES = {
     "added key": ([HERE, "+optim.lrr=1"], "Key 'lrr' not in 'OptimConfig' (at optim.lrr); did you mean lr?"),
     "misspelt key": ([HERE, "trainer.max_step=1"], "did you mean max_steps?"),
     "misspelt node": ([HERE, "optm.lr=1"], "did you mean optim?"),
-    "unknown choice of a group": ([HERE, "distributed=zero4"], "Could not find 'distributed/zero4' (there are: ddp, "),
+    "unknown choice of a group": ([HERE, "distributed=zero4"],
+                                  "'distributed/zero4' (there are: ddp, single, zero1, zero2, zero3)"),
     "number where a group goes": ([HERE, "optim=3"], "Config group override must be a string"),
     "text for a number": ([HERE, "optim.lr=fast"], "Value 'fast' of type 'str' could not be converted to Float"),
     "fraction for an integer": ([HERE, "trainer.num_epochs=1.5"], "(at trainer.num_epochs)"),
@@ -142,6 +144,13 @@ def test_hydra_can_show_the_configuration_without_running(monkeypatch, tmp_path,
     command()
     assert "run_name: quickstart" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_help_says_what_the_command_is_for(monkeypatch, tmp_path, capsys):
+    assert run(evaluate.main, ["--help"], monkeypatch, tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{evaluate.__doc__.strip()}\n\n== Configuration groups ==\n")
+    assert "distributed: ddp, " in shown
 
 
 def test_only_the_first_rank_of_a_machine_speaks(monkeypatch, tmp_path, capsys):
