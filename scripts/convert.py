@@ -78,10 +78,10 @@ def build_parser() -> argparse.ArgumentParser:
                         "by default target for a reduced one, own for a full one")
     text = parser.add_argument_group("text")
     text.add_argument("--prompts", help="jsonl of messages, prompt or turns; by default the target invents its prompts")
-    text.add_argument("--num-prompts", type=positive, default=100, 
+    text.add_argument("--num-prompts", type=positive, default=100,
                       help="how many are read or invented at most (default: %(default)s)")
     text.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer (default: %(default)s)")
-    text.add_argument("--seed", type=seed, default=0, 
+    text.add_argument("--seed", type=seed, default=0,
                       help="of the invented prompts; answers are greedy (default: %(default)s)")
     speculator = parser.add_argument_group("speculator")
     speculator.add_argument("--rank", type=positive, help="by default hidden_size / 8")
@@ -114,7 +114,7 @@ def convert(options: argparse.Namespace) -> Coverage:
     target_config = TargetConfig(model=options.target, gguf_file=options.gguf_file, dtype=options.dtype,
                                  attn_implementation=options.attn_implementation,
                                  chat_template_kwargs=options.chat_template_kwargs)
-    check_output(options)
+    check_folders(options)
     prompts = load_prompts(options.prompts, options.num_prompts) if options.prompts else None
     spec, tokenizer = load_spec_and_tokenizer(target_config)
     check_template_kwargs(tokenizer, options.chat_template_kwargs)
@@ -169,12 +169,15 @@ def convert(options: argparse.Namespace) -> Coverage:
     return recall
 
 
-def check_output(options: argparse.Namespace) -> None:
+def check_folders(options: argparse.Namespace) -> None:
     """Refuse a destination whose checkpoint would be lost; another run of the same conversion may replace its own.
 
     Raises:
-        ConfigError: something is there that this conversion has not made.
+        ConfigError: there is no draft, or something is at its destination that this conversion has not made.
     """
+    if not Path(options.draft).is_dir():
+        raise ConfigError(f"there is no folder {options.draft!r}; give that of a draft, which "
+                          "`hf download OWNER/NAME --local-dir FOLDER` brings here")
     folder = check_destination(options.output)
     if folder.resolve() == Path(options.draft).resolve():
         raise ConfigError(f"--output {folder} is the draft that is to be converted; give another --output")

@@ -330,6 +330,14 @@ def test_the_target_is_not_loaded_for_what_cannot_work(changes, arguments, monke
     assert stopped.value.code == 2
 
 
+def test_a_draft_that_is_not_there_is_missed_before_its_target(arguments, capsys):
+    """Which may have to be downloaded first."""
+    with pytest.raises(SystemExit) as stopped:
+        run(["no/draft", *arguments[1:]], target="no/where/x")
+    assert stopped.value.code == 2
+    assert "error: there is no folder 'no/draft'; give that of a draft" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("option", "value", "message"), [
     ("--device", "abacus", "argument --device: 'abacus' cannot be used"),
     ("--chat-template-kwargs", "{", "argument --chat-template-kwargs: '{' is not JSON"),
