@@ -12,26 +12,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from data_gen.shards import MANIFEST_FILE, read_manifest
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError, TargetConfig
 from specvocab_model.export import PARTS, PROVENANCE_FILE
-from specvocab_model.files import exclusive, read_json, require_fields, sha256
-from specvocab_model.signals import held_back
+from specvocab_model.files import exclusive, read_json, replace_json, require_fields, sha256
+from specvocab_model.signals import exit_on_sigterm, running
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 HEARTBEAT_S = 2.0  # how much of a stage's time a kill can lose
-GRACE_S = 30.0  # for a stage to end after it was told to
 FORGET_IT = "remove it: its stages are started again, and go on where they were"
 FINISHED = "finished before"
 CHANGED = "its result is gone, or another is in its place; made again"
@@ -60,7 +57,7 @@ class Stage:
 
 @hydra_main
 def main(config: Config) -> None:
-    signal.signal(signal.SIGTERM, _terminate)
+    exit_on_sigterm()
     output = Path(config.output_dir)
     stages = plan(config)
     with exclusive(output / "pipeline.lock", f"waiting for an earlier run in {output} to end", wait=True) as lock:
@@ -76,7 +73,7 @@ def main(config: Config) -> None:
                 run(stage, fingerprint, config, record, lock)
             fingerprint = _hash([fingerprint, record.stages[stage.name]["result"]])
         results = collect(config, record.seconds())
-        write_json(output / "results.json", results)
+        replace_json(output / "results.json", results)
     print(table(results, output))
 
 
@@ -88,7 +85,8 @@ def needs_fetch(target: TargetConfig) -> bool:
 def fetch(target: TargetConfig) -> None:
     """See that the target is on this machine before several ranks look for it; exits if it cannot be had."""
     command = [sys.executable, str(REPOSITORY / "scripts/fetch_target.py"), target.model]
-    code = subprocess.run(command, stdin=subprocess.DEVNULL).returncode  # a process, for the memory that it takes
+    with running(command, stdin=subprocess.DEVNULL) as process:  # a process, for the memory that it takes
+        code = process.wait()
     if code != 0:
         sys.exit(code if code > 0 else 128 - code)
 
@@ -177,7 +175,7 @@ class Record:
         self._save()
 
     def _save(self) -> None:
-        write_json(self.path, self.stages)
+        replace_json(self.path, self.stages)
 
 
 def command(stage: Stage, config: Config) -> list[str]:
@@ -190,23 +188,18 @@ def command(stage: Stage, config: Config) -> list[str]:
 def run(stage: Stage, fingerprint: str, config: Config, record: Record, lock: int) -> None:
     """Run one stage to its end; exits with its exit code if it fails."""
     before, start = record.start(stage, fingerprint), time.monotonic()
+    options = {"stdin": subprocess.DEVNULL, "env": ENVIRONMENT | os.environ}
     # The stage inherits the lock: should this process be killed alone, no second run starts while the stage lives on.
     try:
-        with held_back():
-            process = subprocess.Popen(
-                command(stage, config), stdin=subprocess.DEVNULL, pass_fds=(lock,), env=ENVIRONMENT | os.environ
-            )
-        code = None
-        while code is None:
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(timeout=HEARTBEAT_S)
-            record.update(stage, seconds=before + time.monotonic() - start, finished=code == 0)
-    except KeyboardInterrupt:  # Ctrl-C reached the stage as well
-        _end(process)
+        with running(command(stage, config), pass_fds=(lock,), **options) as process:
+            code = None
+            while code is None:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(timeout=HEARTBEAT_S)
+                record.update(stage, seconds=before + time.monotonic() - start, finished=code == 0)
+    except KeyboardInterrupt:
         _stop(f"{stage.name} was interrupted{GOES_ON}", 130)
     except SystemExit:
-        process.terminate()
-        _end(process)
         _stop(f"{stage.name} was terminated{GOES_ON}", 143)
     if code < 0:
         _stop(f"{stage.name} was killed by signal {-code}{GOES_ON}", 128 - code)
@@ -217,18 +210,6 @@ def run(stage: Stage, fingerprint: str, config: Config, record: Record, lock: in
 def _stop(line: str, code: int) -> NoReturn:
     print(line, file=sys.stderr)
     sys.exit(code)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + signum)
 
 
 def collect(config: Config, seconds: dict[str, float]) -> dict[str, Any]:
@@ -281,18 +262,11 @@ def _percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.1%}"
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write ``path`` whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(temporary, path)
-
-
 def _file_hash(key: str, name: str) -> str:
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"{key}: there is no file {name!r} (relative to {Path.cwd()})")
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return sha256(path)
 
 
 def _source_hash(name: str) -> str:

@@ -14,18 +14,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError
 from specvocab_model.files import exclusive
-from specvocab_model.signals import held_back
+from specvocab_model.signals import exit_on_sigterm, held_back
 from train.charts import number
 from train.sweep.launchers import GRACE_S, POLL_S, Job, Launcher, build_launcher
 from train.sweep.points import Point, Points, decisive
@@ -57,7 +54,7 @@ def main(config: Config) -> None:
         check_same_settings(points.folder / "sweep.json", config)
         source = build_source(points)
         launcher = build_launcher(config, points.folder, lock)
-        signal.signal(signal.SIGTERM, _terminate)
+        exit_on_sigterm()
         stopped = Sweep(source, launcher, config).run()
         rows = write_summary(points.folder, source.points(), config.sweep.metric)
     print("\n" + text_table(rows))
@@ -164,10 +161,6 @@ def check_same_settings(path: Path, config: Config) -> None:
     if differing:
         raise ConfigError(f"{path.parent} was begun with other settings ({'; '.join(differing)}); restore them, or "
                           "choose another sweep.name")
-
-
-def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + signum)
 
 
 if __name__ == "__main__":

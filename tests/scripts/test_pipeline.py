@@ -20,7 +20,6 @@ from scripts.pipeline import (
     FINISHED,
     Record,
     Stage,
-    _terminate,
     command,
     main,
     needs_fetch,
@@ -29,6 +28,7 @@ from scripts.pipeline import (
     table,
 )
 from specvocab_model.config import CONFIG_DIR, Config, ConfigError, parse_config, register_schemas
+from specvocab_model.signals import exit_on_sigterm
 
 REPOSITORY = Path(CONFIG_DIR).parent
 STAGES = ["generate", "train", "export", "evaluate"]
@@ -210,17 +210,39 @@ class Interrupted(subprocess.Popen):
 def test_a_stage_that_is_just_being_started_is_ended_too(stage, tmp_path, monkeypatch, capsys):
     write(stage, "import time; time.sleep(60)")
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    before = signal.signal(signal.SIGTERM, _terminate)
+    exit_on_sigterm()
     try:
         with pytest.raises(SystemExit) as stop:
             run(stage, "a", quickstart(), Record(tmp_path / "record.json"), os.open(tmp_path, os.O_RDONLY))
     finally:
-        signal.signal(signal.SIGTERM, before)
         (process,) = Interrupted.made
         left = process.poll() is None
         process.kill()
     assert not left and stop.value.code == 143
     assert capsys.readouterr().err == "train was terminated; the same command goes on from here\n"
+
+
+@pytest.mark.parametrize(("number", "code", "how"), [(signal.SIGINT, 130, "interrupted"),
+                                                     (signal.SIGTERM, 143, "terminated")])
+def test_a_signal_right_before_a_stage_is_started_ends_in_one_line(
+    number, code, how, stage, tmp_path, monkeypatch, capsys
+):
+    """It arrives while ``held_back`` asks for the handlers, before the first is replaced."""
+    exit_on_sigterm()
+    ask = signal.getsignal
+
+    def arriving(each):
+        monkeypatch.setattr(signal, "getsignal", ask)
+        signal.raise_signal(number)
+        return ask(each)
+
+    record = Record(tmp_path / "record.json")
+    monkeypatch.setattr(signal, "getsignal", arriving)
+    with pytest.raises(SystemExit) as stop:
+        run(stage, "a", quickstart(), record, os.open(tmp_path, os.O_RDONLY))
+    assert stop.value.code == code
+    assert capsys.readouterr().err == f"train was {how}; the same command goes on from here\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 WAITING_STAGE = """
@@ -229,13 +251,14 @@ pathlib.Path({started!r}).touch()
 time.sleep(60)
 """
 PIPELINE_OF_ONE_STAGE = """
-import signal, sys
+import sys
 from pathlib import Path
-from scripts.pipeline import Record, Stage, _terminate, run
+from scripts.pipeline import Record, Stage, run
 from specvocab_model.files import exclusive
+from specvocab_model.signals import exit_on_sigterm
 from tests.scripts.test_pipeline import quickstart
 
-signal.signal(signal.SIGTERM, _terminate)
+exit_on_sigterm()
 folder = Path({folder!r})
 stage = Stage(name="train", script={script!r}, settings={{}}, results=(folder / "result",))
 config = quickstart()
