@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -48,7 +47,8 @@ from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.draft_states import DraftStates, collect_draft_states
 from specvocab_model.evaluation import Turn, evaluate
 from specvocab_model.export import load_checkpoint
-from specvocab_model.files import read_json, sha256
+from specvocab_model.files import exclusive, read_json, sha256
+from specvocab_model.signals import exit_on_sigterm, running
 from specvocab_model.target import TORCH_DTYPES, Target, load_spec_and_tokenizer
 from specvocab_model.tuning.search import predicted_speed
 from train.heads_page import html_page, text_table
@@ -62,6 +62,7 @@ COMPARED_FOLDER = "compare_heads"
 
 @hydra_main
 def main(config: Config) -> None:
+    exit_on_sigterm()
     make_drafts(config)
     result = run(config)
     folder = Path(config.output_dir, COMPARED_FOLDER)
@@ -90,7 +91,8 @@ def make_drafts(config: Config) -> None:
 
 def start(script: str, overrides: Sequence[str], *, several_ranks: bool = False) -> None:
     launcher = ["-m", "accelerate.commands.launch"] if several_ranks else []
-    code = subprocess.run([sys.executable, *launcher, str(REPOSITORY / script), *overrides]).returncode
+    with running([sys.executable, *launcher, str(REPOSITORY / script), *overrides]) as process:
+        code = process.wait()
     if code != 0:
         sys.exit(code if code > 0 else 128 - code)
 
@@ -99,14 +101,18 @@ def run(config: Config) -> dict[str, Any]:
     """Compare, record, and return what ``compare_heads.json`` holds.
 
     Raises:
-        ConfigError: draft, data or prompts are missing or do not belong together, or prompts were trained on.
+        ConfigError: draft, data or prompts are missing or do not belong together, prompts were trained on, or another
+            process compares in this folder.
     """
-    comparison = Comparison(config)
-    if comparison.missing() or comparison.unmeasured():
-        comparison.complete()
-    result = comparison.result()
-    write_json(comparison.folder / "compare_heads.json", result)
-    (comparison.folder / "compare_heads.html").write_text(html_page(result), encoding="utf-8")
+    folder = Path(config.output_dir, COMPARED_FOLDER)
+    # Two would mend each other's half-written lines.
+    with exclusive(folder / "compare_heads.lock", f"another comparison writes to {folder}; wait for it, or stop it"):
+        comparison = Comparison(config)
+        if comparison.missing() or comparison.unmeasured():
+            comparison.complete()
+        result = comparison.result()
+        write_json(folder / "compare_heads.json", result)
+        (folder / "compare_heads.html").write_text(html_page(result), encoding="utf-8")
     return result
 
 

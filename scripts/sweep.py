@@ -13,7 +13,6 @@ their checkpoints.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError
-from specvocab_model.files import exclusive
+from specvocab_model.files import exclusive, read_json, replace_json
 from specvocab_model.signals import exit_on_sigterm, held_back
 from train.charts import number
 from train.sweep.launchers import GRACE_S, POLL_S, Job, Launcher, build_launcher
@@ -91,10 +90,10 @@ class Sweep:
     def _fill(self) -> bool:
         """Start what there is room for; returns whether anything is under way."""
         while len(self.running) < self.parallel and (point := self.source.next()) is not None:
-            point.note(status="running", error=None)
             before = point.outcome().get("seconds", 0.0)
             print(f"{point.name}: started, log in {point.folder}", flush=True)
             with held_back():  # else a point that has just started would not be stopped
+                point.note(status="running", error=None)
                 self.running.append(Running(point, self.launcher.start(point), before))
         return bool(self.running)
 
@@ -151,11 +150,10 @@ def check_same_settings(path: Path, config: Config) -> None:
     if config.sweep.search:
         now["sweep.search"] = json.loads(json.dumps(config.sweep.search))
     if not path.exists():
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(now, indent=2) + "\n")
-        os.replace(partial, path)
+        replace_json(path, now)
         return
-    then, varied = json.loads(path.read_text()), {*config.sweep.grid, *config.sweep.search}
+    then = read_json(path, "remove it: the settings that this sweep began with are then not compared")
+    varied = {*config.sweep.grid, *config.sweep.search}
     differing = [f"{key}: {then.get(key)!r} then, {now.get(key)!r} now" for key in sorted({*then, *now})
                  if then.get(key) != now.get(key) and not any(f"{key}.".startswith(f"{one}.") for one in varied)]
     if differing:

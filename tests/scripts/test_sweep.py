@@ -153,9 +153,9 @@ def test_a_sweep_continues_only_with_the_same_settings(tmp_path, arguments, monk
     assert starts(tmp_path) == {"lr-0.1": 1, "lr-0.2": 1}
     assert run(monkeypatch, [*arguments, grid(**{LR: [0.1]}), "trainer.max_steps=7"]) == 2
     assert "begun with other settings (trainer.max_steps: None then, 7 now)" in capsys.readouterr().err
-    rows = "trainer.gradient_accumulation_steps"
+    rows, num_rows = "trainer.gradient_accumulation_steps", config_of(arguments).trainer.micro_batch_size
     assert run(monkeypatch, [*arguments, grid(**{LR: [0.1]}), f"{rows}=4"]) == 2
-    assert f"{rows}): 8 then, 32 now)" in capsys.readouterr().err
+    assert f"{rows}): {num_rows} then, {4 * num_rows} now)" in capsys.readouterr().err
     assert run(monkeypatch, [*arguments, grid(**{LR: [0.1], "head": ["full"]})]) == 0  # one more key
     assert run(monkeypatch, [*arguments, grid(**{LR: [0.1]})]) == 0  # and back
     assert starts(tmp_path) == {"lr-0.1": 1, "lr-0.2": 1, "lr-0.1_head-full": 1}
@@ -167,6 +167,13 @@ def test_a_varied_key_hides_no_other_that_begins_like_it(tmp_path, arguments):
     sweep.check_same_settings(tmp_path / "sweep.json", config_of([*arguments, "trainer.loss=tv"]))
     with pytest.raises(ConfigError, match=r"loss_normalization: 'valid' then, 'slot' now"):
         sweep.check_same_settings(tmp_path / "sweep.json", config_of([*arguments, "trainer.loss_normalization=slot"]))
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"seed": 0'])
+def test_damaged_settings_of_a_sweep_are_named(content, tmp_path, arguments):
+    (tmp_path / "sweep.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"sweep\.json is damaged: .*; remove it"):
+        sweep.check_same_settings(tmp_path / "sweep.json", config_of(arguments))
 
 
 def test_a_search_does_not_go_on_with_other_parameters(tmp_path, arguments, monkeypatch, capsys):
