@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from specvocab_model.config import ConfigError
 from specvocab_model.decode import DecodeOutput, autoregressive_generate, speculative_generate
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.heads import FullHead, Head
@@ -117,6 +118,7 @@ def evaluate(
 
     Raises:
         ValueError: there are no prompts.
+        ConfigError: see ``check_finite``.
     """
     if not prompts:
         raise ValueError("there are no prompts to evaluate on; give a file with at least one")
@@ -126,8 +128,10 @@ def evaluate(
         name: partial(speculative_generate, target, v.model, v.head, num_draft_tokens=num_draft_tokens, **limits)
         for name, v in variants.items()
     }
+    first_ids = _input_ids(target, prompts[0], [])
+    check_finite(target, first_ids)
     for decode in (baseline, *decoders.values()):  # the first calls pay for allocation and compilation
-        decode(_input_ids(target, prompts[0], []), max_new_tokens=min(max_new_tokens, WARM_UP_TOKENS))
+        decode(first_ids, max_new_tokens=min(max_new_tokens, WARM_UP_TOKENS))
 
     evaluation = Evaluation(
         autoregressive=Measurement(),
@@ -171,6 +175,20 @@ def evaluate(
                 on_prompt({"num_prompts": index, "measurements": {name: measured.state()
                                                                   for name, measured in measurements.items()}})
     return evaluation
+
+
+@torch.inference_mode()
+def check_finite(target: Target, input_ids: Tensor) -> None:
+    """See that the target computes numbers for int64 [1, T]. Of logits that are none, greedy decoding takes the same
+    token every time, with every draft: it would seem lossless, at the best acceptance length.
+
+    Raises:
+        ConfigError: a logit is not finite.
+    """
+    logits = target.logits(target.forward(input_ids).final_hidden[0, -1])
+    if not logits.isfinite().all():
+        raise ConfigError(f"the logits of {target.spec.name} in {logits.dtype} are not finite, so nothing can be "
+                          "measured; evaluate in a wider type (eval.dtype=float32), or bring weights that are whole")
 
 
 def _timed(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specvocab_model import evaluation
-from specvocab_model.config import DraftConfig, HeadConfig
+from specvocab_model.config import ConfigError, DraftConfig, HeadConfig
 from specvocab_model.decode import (
     DecodeOutput,
     Proposal,
@@ -79,6 +79,14 @@ def test_tau_pools_tokens_over_forwards(target: Target, variants: dict[str, Vari
         assert measured["tokens_per_second"] == pytest.approx(measured["num_tokens"] / measured["seconds"])
     assert result.autoregressive.tau == 1.0
     assert result.lossless is True
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_target_whose_logits_are_no_numbers_is_refused(broken, target: Target, variants, monkeypatch):
+    logits = target.logits
+    monkeypatch.setattr(target, "logits", lambda hidden: logits(hidden).index_fill(-1, torch.tensor([5]), broken))
+    with pytest.raises(ConfigError, match=r"logits of .* in torch\.float32 are not finite, so nothing can be measured"):
+        evaluate(target, variants, [prompt(target, "What", "a")], **LIMITS, show_progress=False)
 
 
 def test_later_turns_follow_on_the_autoregressive_answers(target: Target, variants: dict[str, Variant]):
@@ -236,8 +244,7 @@ def test_a_killed_evaluation_goes_on_with_the_prompts_that_are_left(
         run(on_prompt=killed_after_two)
     asked = len(prompts[0].encode_turn.given) + len(prompts[1].encode_turn.given)
     resumed = run(finished=json.loads(saved[-1]), on_prompt=lambda state: saved.append(json.dumps(state)))
-    warm_up = 1 + len(variants)
-    assert len(prompts[0].encode_turn.given) + len(prompts[1].encode_turn.given) == asked + warm_up
+    assert len(prompts[0].encode_turn.given) + len(prompts[1].encode_turn.given) == asked + 1  # to warm up
     assert resumed.to_dict() == run().to_dict()
     assert run(finished=json.loads(saved[-1])).to_dict() == resumed.to_dict() and len(saved) == 3
 
