@@ -41,7 +41,8 @@ def as_tokens(target: Target, prompt: Prompt, config: Config, draft_positions: i
     """
 
     def encode_turn(answers: Sequence[str]) -> list[int]:
-        return encode_prompt(target.tokenizer, prompt.conversation(answers), config.target.chat_template_kwargs)
+        return encode_prompt(target.tokenizer, prompt.conversation(answers), config.target.chat_template_kwargs,
+                             prompt.tools)
 
     try:
         num_tokens = len(encode_turn([""] * (prompt.num_turns - 1)))  # before the first is decoded

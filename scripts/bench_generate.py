@@ -59,14 +59,20 @@ def prompts_of(config: Config) -> list[list[int]]:
     """Prompts as token ids.
 
     Raises:
-        ConfigError: all are longer than ``generation.max_prompt_tokens``.
+        ConfigError: the chat template refuses one, or all are longer than ``generation.max_prompt_tokens``.
     """
     _, tokenizer = load_spec_and_tokenizer(config.target)
     files = config.generation.prompt_files or [str(QUICKSTART_PROMPTS)]
-    encoded = [encode_prompt(tokenizer, prompt.conversation(), config.target.chat_template_kwargs)
-               for file in files for prompt in load_prompts(file)]
     limit = config.generation.max_prompt_tokens
-    fitting = [ids for ids in encoded if len(ids) <= limit]
+    fitting = []
+    for prompt in (prompt for file in files for prompt in load_prompts(file)):
+        try:
+            ids = encode_prompt(tokenizer, prompt.conversation(), config.target.chat_template_kwargs, prompt.tools)
+        except ValueError as error:
+            raise ConfigError(f"prompt {prompt.id!r} cannot be put to {config.target.model}: {error}; leave it out"
+                              ) from error
+        if len(ids) <= limit:
+            fitting.append(ids)
     if not fitting:
         raise ConfigError(f"all prompts have more than generation.max_prompt_tokens={limit} tokens; raise it")
     return list(islice(cycle(fitting), config.generation.num_prompts or NUM_PROMPTS))

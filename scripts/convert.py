@@ -219,12 +219,10 @@ def write_text(target: Target, prompts: list[Prompt] | None, options: argparse.N
     """
     engine = TransformersEngine(target, batch_tokens=BATCH_TOKENS)
     if prompts is None:
-        conversations = invent_prompts(engine, options)
-    else:
-        conversations = [prompt.conversation() for prompt in prompts]
+        prompts = invent_prompts(engine, options)
     with refused_by_the_template(target):
         encode = partial(encode_prompt, target.tokenizer, template_kwargs=options.chat_template_kwargs)
-        encoded = [encode(conversation) for conversation in conversations]
+        encoded = [encode(prompt.conversation(), tools=prompt.tools) for prompt in prompts]
     room = target.spec.max_position_embeddings - options.max_new_tokens
     encoded = [token_ids for token_ids in encoded if len(token_ids) <= room]
     if len(encoded) < 2:
@@ -238,7 +236,7 @@ def write_text(target: Target, prompts: list[Prompt] | None, options: argparse.N
     ]
 
 
-def invent_prompts(engine: TransformersEngine, options: argparse.Namespace) -> list[list[dict[str, str]]]:
+def invent_prompts(engine: TransformersEngine, options: argparse.Namespace) -> list[Prompt]:
     """What the target itself would say as the user (Magpie, https://arxiv.org/abs/2406.08464)."""
     tokenizer = engine.target.tokenizer
     with refused_by_the_template(engine.target):
@@ -251,7 +249,8 @@ def invent_prompts(engine: TransformersEngine, options: argparse.Namespace) -> l
     completions = generate(engine, [turn.header_ids] * options.num_prompts, params, options.seed, "prompts")
     texts = tokenizer.batch_decode([sampled.token_ids for sampled in completions], skip_special_tokens=True)
     words = [turn.words(text, sampled.finish_reason) for text, sampled in zip(texts, completions, strict=True)]
-    return [[{"role": "user", "content": content}] for content in words if content]
+    return [Prompt(id=f"invented-{number}", source="invented", category="invented",
+                   messages=({"role": "user", "content": content},)) for number, content in enumerate(words) if content]
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 import json
 
+import pytest
 import torch
 
 from data_gen.engines import build_engine
 from scripts.bench_generate import measure, prompts_of
+from specvocab_model.config import ConfigError
 from tests.data_gen.runs import NUM_PROMPTS, config_of, overrides, write_inputs
 
 
@@ -21,3 +23,18 @@ def test_counts_of_a_tiny_target(tmp_path):
     hours = result["data_set_answers"] * 5 / result["tokens_per_second"] / 3600
     assert abs(result["data_set_hours_at_most"] - hours) < 1e-3 * hours + 1e-4  # both are rounded
     assert json.loads(json.dumps(result)) == result
+
+
+def test_prompts_are_put_whole_and_refusals_end_in_one_line(tmp_path):
+    root = write_inputs(tmp_path)
+    config = config_of(overrides(root, "bench", "generation.num_prompts=1"))
+    template = root / "target" / "chat_template.jinja"
+    written = template.read_text()
+    (root / "prompts.jsonl").write_text(json.dumps({"prompt": "What time is it?", "tools": [{"name": "clock"}]}))
+    (without,) = prompts_of(config)
+    template.write_text("{{ tools[0].name }}" + written)
+    (whole,) = prompts_of(config)
+    assert whole[-len(without):] == without and len(whole) > len(without)
+    template.write_text("{{ raise_exception('no tools, please') }}")
+    with pytest.raises(ConfigError, match=r"cannot be put to .*no tools, please; leave it out"):
+        prompts_of(config)

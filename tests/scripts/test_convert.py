@@ -216,6 +216,7 @@ def test_a_checkpoint_of_another_origin_is_not_overwritten(arguments, tmp_path, 
     """Nor the draft itself; the same conversion may be run again."""
     run(arguments)
     before = (tmp_path / "converted/specvocab.json").read_bytes()
+    (tmp_path / "a").mkdir()
     for draft, rank, message in ((arguments[0], "10", "holds another checkpoint"),
                                  (str(tmp_path / "a/../converted"), "24", "is the draft that is to be converted")):
         with pytest.raises(SystemExit):
@@ -368,6 +369,23 @@ def test_variables_reach_the_chat_template(invented, arguments, tmp_path, monkey
     kept = arguments[:-2] if invented else arguments
     run([*kept, "--chat-template-kwargs", '{"quiet": 7}'], target=target.spec.name, **{"num-prompts": "40"})
     assert len(seen) > 12 and all(text.startswith("Be quiet: 7<|im_start|>user") for text in seen)
+
+
+def test_tools_of_a_prompt_are_described_to_the_target(arguments, tmp_path, monkeypatch):
+    target = tiny_target("qwen3", tmp_path)
+    target.tokenizer.chat_template = "{{ tools[0].name }}" + target.tokenizer.chat_template
+    target.tokenizer.save_pretrained(target.spec.name)
+    record = {"prompt": "What time is it?", "tools": [{"name": "clock"}]}
+    (tmp_path / "prompts.jsonl").write_text("\n".join([json.dumps(record)] * 20))
+    written, seen = convert.generate, []
+
+    def spy(engine, prompts, *more):
+        seen.extend(target.tokenizer.decode(prompt) for prompt in prompts)
+        return written(engine, prompts, *more)
+
+    monkeypatch.setattr(convert, "generate", spy)
+    run(arguments, target=target.spec.name)
+    assert len(seen) == 12 and all(text.startswith("clock<|im_start|>user") for text in seen)
 
 
 @pytest.mark.parametrize("option", ["max-new-tokens", "num-prompts", "rank"])

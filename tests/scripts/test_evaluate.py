@@ -264,6 +264,15 @@ def test_prompts_are_put_as_the_template_variables_say(config: Config, tmp_path:
     assert quiet == [*plain, *target.tokenizer("psst")["input_ids"]]
 
 
+def test_tools_of_a_prompt_are_described_to_the_target(config: Config, tmp_path: Path):
+    target = tiny_target("qwen3", tmp_path)
+    target.tokenizer.chat_template = "{{ tools[0].name }}" + target.tokenizer.chat_template
+    record = {"prompt": "What time is it?", "tools": [{"name": "clock"}]}
+    Path(config.eval.prompts).write_text(json.dumps(record))
+    ids = evaluate.as_tokens(target, load_prompts(config.eval.prompts)[0], config, 512).encode_turn([])
+    assert target.tokenizer.decode(ids).startswith("clock")
+
+
 def test_a_conversation_that_may_outgrow_the_positions_is_refused(config: Config, tmp_path: Path):
     target = tiny_target("qwen3", tmp_path)
     prompt = load_prompts(config.eval.prompts)[0]  # two turns
