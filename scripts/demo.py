@@ -28,7 +28,7 @@ from specvocab_model.evaluation import WARM_UP_TOKENS, first_differences
 from specvocab_model.export import COPY_AGAIN, PROVENANCE_FILE, load_checkpoint
 from specvocab_model.files import read_json, require_fields
 from specvocab_model.heads import build_head
-from specvocab_model.options import draft_shape, positive, run_command, seed, usable_device
+from specvocab_model.options import draft_shape, positive, run_command, seed, temperature, usable_device
 from specvocab_model.sampling import Sampling
 from specvocab_model.target import Target, load_spec
 from specvocab_model.terminal import Answer, Screen
@@ -58,11 +58,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, help="by default float32 on a CPU, else the type of the training")
     parser.add_argument("--device", type=usable_device, default="cuda" if on_gpu else "cpu")
     return parser
-
-
-def temperature(text: str) -> Sampling:
-    """0 or positive."""
-    return Sampling(temperature=float(text))
 
 
 def demo(options: argparse.Namespace) -> None:

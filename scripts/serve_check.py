@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -22,12 +23,11 @@ from typing import Any
 import torch
 
 from specvocab_model.chat_template import render
-from specvocab_model.cli import EXIT_CONFIG_ERROR
 from specvocab_model.config import DTYPES, ConfigError, TargetConfig
 from specvocab_model.decode import autoregressive_generate, place_draft
 from specvocab_model.export import COPY_AGAIN, PROVENANCE_FILE, load_checkpoint
 from specvocab_model.files import read_json, require_fields
-from specvocab_model.options import positive
+from specvocab_model.options import positive, run_command
 from specvocab_model.serving.check import (
     Agreement,
     Served,
@@ -81,14 +81,14 @@ ENGINES: dict[str, Callable[[argparse.Namespace, str], ServedDraft]] = {"vllm": 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    options = parser.parse_args(arguments)
-    try:
-        found = check(options)
-    except ConfigError as error:
-        parser.exit(EXIT_CONFIG_ERROR, f"error: {error}\n")
-    if found:
-        parser.exit(EXIT_DIFFERENT, "".join(f"! {line}\n" for line in found))
+    run_command(build_parser(), report, arguments)
+
+
+def report(options: argparse.Namespace) -> None:
+    """``check``; exits with ``EXIT_DIFFERENT`` where something is wrong."""
+    if found := check(options):
+        print(*(f"! {line}" for line in found), sep="\n", file=sys.stderr)
+        sys.exit(EXIT_DIFFERENT)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -36,7 +36,7 @@ from specvocab_model.config import DTYPES, ConfigError, DraftConfig, TargetConfi
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
 from specvocab_model.heads.static import prune, write_token_map
-from specvocab_model.options import positive, run_command, seed, usable_device
+from specvocab_model.options import positive, run_command, seed, share, usable_device
 from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec_and_tokenizer
 from specvocab_model.tensor_files import write_safetensors
 from specvocab_model.tuning.flops import DraftFlops, draft_bytes
@@ -86,13 +86,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=seed, default=0, help="of TPE")
     parser.add_argument("--output", default="outputs/trim_vocab")
     return parser
-
-
-def share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{value} must lie between 0 and 1")
-    return value
 
 
 def named_path(text: str) -> tuple[str, str]:

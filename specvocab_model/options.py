@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from specvocab_model.cli import EXIT_CONFIG_ERROR, EXIT_INTERRUPTED
 from specvocab_model.config import ConfigError
 from specvocab_model.engine.shapes import DraftShape
+from specvocab_model.sampling import Sampling
 
 
 def run_command(
@@ -31,6 +33,38 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} must be at least 1")
     return value
+
+
+def not_negative(text: str) -> int:
+    """A whole number from 0 on."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 0")
+    return value
+
+
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{value} must be above 0 and finite")
+    return value
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{value} must lie between 0 and 1")
+    return value
+
+
+def temperature(text: str) -> Sampling:
+    """How tokens are drawn; 0 is greedy."""
+    try:
+        return Sampling(temperature=float(text))
+    except ValueError as error:  # no number, or one that is out of range
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def seed(text: str) -> int:

@@ -193,3 +193,13 @@ def refusal(arguments: list[str], capsys) -> str:
     (line,) = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2 and line.startswith("error: ")
     return line
+
+
+def test_an_interruption_ends_in_one_line(checkpoint, monkeypatch, capsys):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve_check, "check", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        serve_check.main([str(checkpoint), "--engine", "vllm"])
+    assert stopped.value.code == 130 and capsys.readouterr().err == "interrupted\n"
