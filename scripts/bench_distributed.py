@@ -28,8 +28,10 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from data_gen.files import make_folder, write_json
 from specvocab_model.config import (
     Config,
+    ConfigError,
     DataConfig,
     DistributedConfig,
     DraftConfig,
@@ -38,6 +40,7 @@ from specvocab_model.config import (
 )
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.losses import Objective, step_weights
+from specvocab_model.options import positive, run_command, share
 from specvocab_model.target import default_feature_layers
 from specvocab_model.unroll import plan_unroll
 from train.launch import build_accelerator, leave
@@ -56,20 +59,37 @@ COLUMNS = ("strategy", "cards", "target", "ms", "tokens_per_second", "efficiency
 
 
 def main(argv: list[str] | None = None) -> None:
+    run_command(build_parser(), bench, argv)
+
+
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Benchmark of training on several cards.")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    parser.add_argument("--cards", type=int, nargs="+", default=None, help="default: 1 and all there are")
-    parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a rank's micro-batch")
-    parser.add_argument("--unroll-steps", type=int, default=7)
-    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of an optimizer step")
-    parser.add_argument("--valid", type=float, default=0.8, help="supervised share of a row")
-    parser.add_argument("--rank", type=int, default=512, help="of the speculator")
-    parser.add_argument("--repeats", type=int, default=8, help="timed steps; the median counts")
+    parser.add_argument("--cards", type=positive, nargs="+", default=None, help="default: 1 and all there are")
+    parser.add_argument("--seq-len", type=positive, default=4096, help="tokens of a rank's micro-batch")
+    parser.add_argument("--unroll-steps", type=positive, default=7)
+    parser.add_argument("--accumulation", type=positive, default=1, help="micro-batches of an optimizer step")
+    parser.add_argument("--valid", type=share, default=0.8, help="supervised share of a row")
+    parser.add_argument("--rank", type=positive, default=512, help="of the speculator")
+    parser.add_argument("--repeats", type=positive, default=8, help="timed steps; the median counts")
     parser.add_argument("--targets", nargs="+", choices=("without", "with"), default=["without", "with"])
     parser.add_argument("--tiny", action="store_true", help="a small shape on the CPU")
     parser.add_argument("--json", type=Path, default=Path("distributed.json"), help="where the figures go")
     parser.add_argument("--strategy", choices=STRATEGIES, help=argparse.SUPPRESS)  # of one rank that main started
-    args = parser.parse_args(argv)
+    return parser
+
+
+def bench(args: argparse.Namespace) -> None:
+    """What is asked for, or, in a rank that this has started, its part of it.
+
+    Raises:
+        ConfigError: there are too few GPUs, or the folder of ``--json`` cannot be made.
+    """
+    if not args.tiny and not torch.cuda.is_available():
+        raise ConfigError("there is no GPU; --tiny runs a small shape on the CPU")
+    if args.cards and not args.tiny and max(args.cards) > torch.cuda.device_count():
+        raise ConfigError(f"--cards {max(args.cards)} is more than the {torch.cuda.device_count()} GPUs that there are")
+    make_folder(args.json.parent)
     if args.tiny:
         vars(args).update(seq_len=64, unroll_steps=2, rank=6, repeats=2)
     if args.strategy is not None:
@@ -92,8 +112,7 @@ def write_report(args: argparse.Namespace, results: list[dict[str, Any]]) -> Non
                                 result["tokens_per_second"] / alone["tokens_per_second"] / result["cards"])
     settings = {key: value for key, value in vars(args).items() if key not in ("json", "strategy")}
     device = "CPU" if args.tiny else torch.cuda.get_device_name()
-    args.json.write_text(json.dumps({"device": device, "torch": torch.__version__, "settings": settings,
-                                     "results": results}, indent=2) + "\n")
+    write_json(args.json, {"device": device, "torch": torch.__version__, "settings": settings, "results": results})
 
 
 def run_all(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:

@@ -11,11 +11,10 @@ the disk's own speed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -25,6 +24,8 @@ from accelerate import PartialState
 from torch import Tensor
 
 from data_gen.features import TOKENS_AT_ONCE, FeatureStore
+from data_gen.files import make_folder, write_json, writing
+from specvocab_model.options import above_zero, positive, run_command
 
 CHUNK = 2**24  # bytes of a plain read or write
 SEQ_LEN = 4096
@@ -50,9 +51,10 @@ def write_plain(folder: Path, store: FeatureStore, numbers: Tensor) -> None:
     for shard in range(store.num_shards):
         with (folder / f"{shard}").open("wb", buffering=0) as file:
             left = store.shard_bytes(shard)
-            while left:
-                left -= file.write(content[: min(left, CHUNK, len(content))])
-            os.fsync(file.fileno())
+            with writing(Path(file.name)):
+                while left:
+                    left -= file.write(content[: min(left, CHUNK, len(content))])
+                os.fsync(file.fileno())
 
 
 def write_features(store: FeatureStore, numbers: Tensor) -> None:
@@ -122,15 +124,25 @@ def measure(folder: Path, num_bytes: int, hidden_size: int, repeats: int) -> dic
     return {"GB": size / 1e9, **speeds, **ratios}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure; a folder of ours in it")
-    parser.add_argument("--gib", type=float, default=8.0, help="more than the disk's own memory (%(default)s)")
-    parser.add_argument("--hidden-size", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--gib", type=above_zero, default=8.0, help="more than the disk's own memory (%(default)s)")
+    parser.add_argument("--hidden-size", type=positive, default=4096)
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    run_command(parser, bench, argv)
+
+
+def bench(arguments: argparse.Namespace) -> None:
+    """
+    Raises:
+        ConfigError: one of the folders cannot be made, or the disk does not take the files.
+    """
     folder = arguments.folder / f"bench-features-{os.getpid()}"
+    make_folder(folder)
+    if arguments.json:
+        make_folder(arguments.json.parent)  # said before minutes of measuring
     try:
         result = measure(folder, int(arguments.gib * 2**30), arguments.hidden_size, arguments.repeats)
     finally:
@@ -138,7 +150,7 @@ def main() -> None:
     for name, value in result.items():
         print(f"{name:<45}{value:.2f}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ needs (train/metrics.py) over the card's data-sheet peak.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from contextlib import nullcontext
@@ -26,10 +25,12 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from data_gen.files import make_folder, write_json
 from specvocab_model.compiled_layers import can_compile, compiled_layers
 from specvocab_model.config import HeadConfig, OptimConfig
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.losses import Objective, step_weights, valid_counts
+from specvocab_model.options import not_negative, positive, run_command, share
 from specvocab_model.target import default_feature_layers
 from specvocab_model.unroll import plan_unroll
 from train.metrics import FlopsModel, count_parameters, peak_flops
@@ -41,25 +42,39 @@ DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 
 def main(argv: list[str] | None = None) -> None:
+    run_command(build_parser(), bench, argv)
+
+
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Benchmark of the training step.")
-    parser.add_argument("--seq-len", type=int, nargs="+", default=[2048, 4096, 8192])
-    parser.add_argument("--unroll-steps", type=int, nargs="+", default=[3, 7])
-    parser.add_argument("--batch", type=int, default=1, help="packed rows in a step")
-    parser.add_argument("--documents", type=int, default=1, help="documents in a packed row")
-    parser.add_argument("--valid", type=float, default=0.8, help="supervised share of a document")
+    parser.add_argument("--seq-len", type=positive, nargs="+", default=[2048, 4096, 8192])
+    parser.add_argument("--unroll-steps", type=positive, nargs="+", default=[3, 7])
+    parser.add_argument("--batch", type=positive, default=1, help="packed rows in a step")
+    parser.add_argument("--documents", type=positive, default=1, help="documents in a packed row")
+    parser.add_argument("--valid", type=share, default=0.8, help="supervised share of a document")
     parser.add_argument("--target", choices=sorted(TARGETS), default="without", help="target's forward")
-    parser.add_argument("--vocab-size", type=int, default=151936)
-    parser.add_argument("--hidden-size", type=int, default=4096)
-    parser.add_argument("--intermediate-size", type=int, default=12288)
-    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], help="attention heads, key-value heads")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=36, help="of the target")
-    parser.add_argument("--rank", type=int, default=512, help="of the speculator; 0 for none")
-    parser.add_argument("--max-mib", type=int, default=1024, help="memory for logits")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps; the median counts")
+    parser.add_argument("--vocab-size", type=positive, default=151936)
+    parser.add_argument("--hidden-size", type=positive, default=4096)
+    parser.add_argument("--intermediate-size", type=positive, default=12288)
+    parser.add_argument("--heads", type=positive, nargs=2, default=[32, 8], help="attention heads, key-value heads")
+    parser.add_argument("--head-dim", type=positive, default=128)
+    parser.add_argument("--layers", type=positive, default=36, help="of the target")
+    parser.add_argument("--rank", type=not_negative, default=512, help="of the speculator; 0 for none")
+    parser.add_argument("--max-mib", type=positive, default=1024, help="memory for logits")
+    parser.add_argument("--repeats", type=positive, default=5, help="timed steps; the median counts")
     parser.add_argument("--tiny", action="store_true", help="a small shape, few repetitions")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def bench(args: argparse.Namespace) -> None:
+    """Prints a row for every shape, and writes them all.
+
+    Raises:
+        ConfigError: the folder of ``--json`` cannot be made.
+    """
+    if args.json:
+        make_folder(args.json.parent)  # said before minutes of measuring
     if args.tiny:
         vars(args).update(seq_len=[64], unroll_steps=[2], vocab_size=211, hidden_size=48, intermediate_size=64,
                           heads=[4, 2], head_dim=16, layers=7, rank=6, repeats=2)
@@ -79,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.json:
         settings = {key: value for key, value in vars(args).items() if key != "json"}
         report = {"device": name, "torch": torch.__version__, "settings": settings, "results": results}
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(args.json, report)
 
 
 def build_target(args: argparse.Namespace, device: torch.device) -> Qwen3ForCausalLM:
