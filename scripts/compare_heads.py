@@ -47,7 +47,7 @@ from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.draft_states import DraftStates, collect_draft_states
 from specvocab_model.evaluation import Turn, evaluate
 from specvocab_model.export import load_checkpoint
-from specvocab_model.files import exclusive, read_json, sha256
+from specvocab_model.files import exclusive, listing, read_json, sha256
 from specvocab_model.signals import exit_on_sigterm, running
 from specvocab_model.target import TORCH_DTYPES, Target, load_spec_and_tokenizer
 from specvocab_model.tuning.search import predicted_speed
@@ -291,9 +291,7 @@ def texts(config: Config) -> dict[str, str]:
         found["answers"] = sha256(manifest)[:DIGITS]  # holds the shards' own hashes
     if config.compare.corpus is not None:
         path = Path(config.compare.corpus)
-        files = [path] if path.is_file() else sorted(path.rglob("*"))  # a hub id has none
-        stats = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-        found["corpus"] = digest([str(path), stats])
+        found["corpus"] = digest([str(path), listing(path)])  # of a hub id there is none
     return found
 
 

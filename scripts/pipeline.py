@@ -24,7 +24,7 @@ from data_gen.shards import MANIFEST_FILE, read_manifest
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config, ConfigError, TargetConfig
 from specvocab_model.export import PARTS, PROVENANCE_FILE
-from specvocab_model.files import exclusive, read_json, replace_json, require_fields, sha256
+from specvocab_model.files import exclusive, listing, read_json, replace_json, require_fields, sha256
 from specvocab_model.signals import exit_on_sigterm, running
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -272,10 +272,7 @@ def _file_hash(key: str, name: str) -> str:
 def _source_hash(name: str) -> str:
     """Of what is here: a file's content, or what a folder's files are called and when they were written."""
     path = Path(name)
-    if path.is_file():
-        return _file_hash("generation.sources", name)
-    files = sorted(path.rglob("*")) if path.is_dir() else []
-    return _hash([[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files])
+    return _file_hash("generation.sources", name) if path.is_file() else _hash(listing(path))
 
 
 def _hash(settings: list[Any]) -> str:

@@ -57,6 +57,16 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def listing(path: Path) -> list[tuple[str, int, int]]:
+    """What tells whether a file, or what lies in a folder, has changed: name, bytes and time in ns of each.
+
+    Links that lead nowhere are left out, as they are by who reads the folder. Nothing for what is not there.
+    """
+    found = [path] if path.is_file() else sorted(path.rglob("*"))
+    stats = [(file, file.stat()) for file in found if file.exists()]
+    return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats]
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Indented, for people to read."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

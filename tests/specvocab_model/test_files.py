@@ -1,4 +1,4 @@
-"""Locks: one holder at a time, and what is said where there can be none."""
+"""Locks: one holder at a time, and what is said where there can be none. What tells that files have changed."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 
 from specvocab_model import files
 from specvocab_model.config import ConfigError
-from specvocab_model.files import exclusive
+from specvocab_model.files import exclusive, listing
 
 
 def test_a_lock_has_one_holder_and_is_free_after_it(tmp_path):
@@ -46,3 +46,14 @@ def test_a_lock_that_cannot_be_opened_is_named(blocked, tmp_path):
     with pytest.raises(ConfigError, match=r"run/lock cannot be opened: .*; see that its folder"), \
             exclusive(tmp_path / "run/lock", "busy"):
         pass
+
+
+def test_a_listing_tells_what_has_changed_and_survives_links_that_lead_nowhere(tmp_path):
+    assert listing(tmp_path / "nowhere") == []
+    (tmp_path / "file").write_text("one")
+    assert listing(tmp_path / "file") == listing(tmp_path)
+    (tmp_path / "link").symlink_to("nowhere")
+    before = listing(tmp_path)
+    assert [(name, size) for name, size, _ in before] == [(str(tmp_path / "file"), 3)]
+    (tmp_path / "file").write_text("four")
+    assert listing(tmp_path) != before
