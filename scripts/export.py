@@ -144,6 +144,9 @@ def check_run(training: dict[str, Any], config: Config, spec: TargetSpec) -> Non
     head = ("type", "draft_vocab_size") if config.head.type == "static" else ("type", "rank")
     for node, keys in {"draft": now["draft"].keys(), "head": head}.items():
         for key in keys:
+            if key not in trained.get(node, {}):
+                raise ConfigError(f"{config.output_dir} was trained by another version, which did not record "
+                                  f"{node}.{key}; export it with that version, or train it again")
             if trained[node][key] != now[node][key]:
                 raise ConfigError(f"{node}.{key}={now[node][key]!r}, but {config.output_dir} was trained with "
                                   f"{trained[node][key]!r}; give the overrides of the training run")

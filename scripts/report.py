@@ -58,7 +58,7 @@ def write(options: argparse.Namespace) -> None:
     page_text = report(read_runs(options.folders))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(page_text)
+        output.write_text(page_text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error}; choose another --output") from error
     print(f"written to {output}")

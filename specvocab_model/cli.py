@@ -90,7 +90,7 @@ def _in_one_line() -> Iterator[None]:
     except (CompactHydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise ConfigError(_one_line(error)) from error
     except OSError as error:  # after the one above, because Hydra's "no such config" is an OSError as well
-        raise ConfigError(f"output_dir cannot be made: {error}") from error
+        raise ConfigError(f"output_dir cannot be made: {error}; choose another output_dir or run_name") from error
 
 
 def _one_line(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,11 @@ from typing import Any
 import yaml
 
 from specvocab_model.config import ConfigError
+from specvocab_model.files import read_json
 from train.identity import flatten
 from train.tracking import METRICS_FILE, RUN_FILE, SAMPLES_FILE, read_lines
+
+FIX = "remove it: what it says is then left out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunFiles]:
     """Runs by their folders' names, or by their whole paths where two names are the same.
 
     Raises:
-        ConfigError: a folder is not that of a run.
+        ConfigError: a folder is not that of a run, or what lies in it is damaged.
     """
     if missing := [folder for folder in folders if not (folder / METRICS_FILE).is_file()]:
         raise ConfigError(f"no {METRICS_FILE} in {', '.join(map(str, missing))}; name output folders of training runs")
@@ -53,11 +55,19 @@ def read_runs(folders: Sequence[Path]) -> list[RunFiles]:
 
 def read_run(folder: Path, label: str) -> RunFiles:
     config, provenance, samples = folder / "config.yaml", folder / RUN_FILE, folder / SAMPLES_FILE
+    settings: Any = {}
+    if config.exists():
+        try:
+            settings = yaml.safe_load(config.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{config} is damaged: it is not YAML ({' '.join(str(error).split())}); {FIX}") from error
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{config} is damaged: it holds no settings; {FIX}")
     return RunFiles(
         label=label,
         metrics=list(read_lines(folder / METRICS_FILE)),
         samples=list(read_lines(samples)) if samples.exists() else [],
-        config=dict(flatten(yaml.safe_load(config.read_text()))) if config.exists() else {},
-        provenance=json.loads(provenance.read_text()) if provenance.exists() else {},
+        config=dict(flatten(settings)),
+        provenance=read_json(provenance, FIX) if provenance.exists() else {},
         finished=(folder / "final" / "training.json").exists(),
     )

@@ -182,6 +182,16 @@ def test_other_settings_than_those_of_the_run_are_refused(change, message, confi
     assert not Path(config.output_dir, "export").exists()
 
 
+def test_a_run_of_a_version_that_knew_fewer_settings_is_refused(config):
+    finish_training(config)
+    path = Path(config.output_dir, "final/training.json")
+    record = json.loads(path.read_text())
+    del record["config"]["draft"]["num_unroll_steps"]
+    path.write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=r"by another version, which did not record draft\.num_unroll_steps; export"):
+        export.export(config)
+
+
 def test_another_target_than_that_of_the_run_is_refused(config, tmp_path):
     finish_training(config)
     other = str(tiny_target_folder(tmp_path / "other", "llama", seed=1))

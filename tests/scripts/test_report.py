@@ -139,6 +139,20 @@ def test_a_run_that_has_only_begun(tmp_path, monkeypatch):
     assert Page((tmp_path / "run" / "report.html").read_text()).texts["h1"] == ["run"]
 
 
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("config.yaml", "", "config.yaml is damaged: it holds no settings; remove it"),
+    ("config.yaml", "a: [1", "config.yaml is damaged: it is not YAML"),
+    ("run.json", '{"a": 1', "run.json is damaged: it is not JSON"),
+])
+def test_damaged_files_of_a_run_are_named(name, content, message, tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / "a", 0.1)
+    (run / name).write_text(content)
+    with pytest.raises(SystemExit, match="2"):
+        make(monkeypatch, run)
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
 def test_a_page_into_a_folder_that_is_not_there_or_cannot_be(tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / "a", 0.1)
     make(monkeypatch, run, "--output", tmp_path / "new/page.html")

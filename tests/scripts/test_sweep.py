@@ -176,6 +176,16 @@ def test_damaged_settings_of_a_sweep_are_named(content, tmp_path, arguments):
         sweep.check_same_settings(tmp_path / "sweep.json", config_of(arguments))
 
 
+def test_damaged_notes_of_a_point_are_named(arguments):
+    point = Points(config_of([*arguments, grid(**{LR: [0.1]})]), arguments).make({LR: 0.1})
+    (point.folder / "final").mkdir(parents=True)
+    for name, ask, message in (("point.json", point.outcome, r"point\.json is damaged: .*; remove it"),
+                               ("final/training.json", point.is_finished, r"damaged: it has no config; remove")):
+        (point.folder / name).write_text("{}" if "final" in name else "{")
+        with pytest.raises(ConfigError, match=message):
+            ask()
+
+
 def test_a_search_does_not_go_on_with_other_parameters(tmp_path, arguments, monkeypatch, capsys):
     search = ["sweep.num_trials=1", "+sweep.search={optim.lr:{low:0.01,high:0.2}}"]
     assert run(monkeypatch, [*arguments, *search]) == 0

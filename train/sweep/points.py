@@ -13,6 +13,7 @@ from typing import Any
 
 from specvocab_model.cli import compose
 from specvocab_model.config import Config, ConfigError
+from specvocab_model.files import read_json, replace_json, require_fields
 from train.identity import FREE_SETTINGS, flatten
 from train.tracking import METRICS_FILE, read_lines
 
@@ -43,18 +44,19 @@ class Point:
         path = self.folder / "final" / "training.json"
         if not path.exists():
             return False
-        return decisive(json.loads(path.read_text())["config"]) == decisive(asdict(self.config))
+        fix = f"remove the folder {path.parent}: the run goes on from its last checkpoint"
+        training = read_json(path, fix)
+        require_fields(training, {"config": dict}, path, fix)
+        return decisive(training["config"]) == decisive(asdict(self.config))
 
     def outcome(self) -> dict[str, Any]:
         """What the last sweep that ran it has noted; empty if none has."""
         path = self.folder / POINT_FILE
-        return json.loads(path.read_text()) if path.exists() else {}
+        return read_json(path, "remove it: only how the point ended is forgotten") if path.exists() else {}
 
     def note(self, **outcome: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{POINT_FILE}"
-        temporary.write_text(json.dumps(self.outcome() | {"parameters": self.parameters} | outcome, indent=2) + "\n")
-        os.replace(temporary, self.folder / POINT_FILE)
+        replace_json(self.folder / POINT_FILE, self.outcome() | {"parameters": self.parameters} | outcome)
 
     def last_words(self) -> str:
         """The line of the log that says why the run failed."""
