@@ -42,7 +42,8 @@ SAMPLE_MS = 100  # of the GPU's utilisation
 def main(config: Config) -> None:
     on_gpu = torch.cuda.is_available() and not config.distributed.cpu
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    engine, prompts = build_engine(config, device), prompts_of(config)
+    prompts = prompts_of(config)  # first: what is wrong with them is said before anything is loaded
+    engine = build_engine(config, device)
     result = measure(config, engine, prompts)
     if isinstance(engine, ContinuousEngine) and can_compile(device, None):
         plain = measure(config, with_plain_layers(engine), prompts)

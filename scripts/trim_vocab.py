@@ -34,7 +34,7 @@ from data_gen.files import writing
 from data_gen.token_counts import count_tokens
 from specvocab_model.config import DTYPES, ConfigError, DraftConfig, TargetConfig
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
-from specvocab_model.export import Provenance, load_checkpoint, save_checkpoint
+from specvocab_model.export import Provenance, check_destination, load_checkpoint, save_checkpoint
 from specvocab_model.heads.static import prune, write_token_map
 from specvocab_model.options import positive, run_command, seed, share, usable_device
 from specvocab_model.target import TORCH_DTYPES, Target, TargetSpec, load_spec_and_tokenizer
@@ -115,8 +115,11 @@ def trim(options: argparse.Namespace) -> None:
     model = None if options.checkpoint is None else load_draft(Path(options.checkpoint), spec)
     architecture = DraftArchitecture.from_target(spec, DraftConfig()) if model is None else model.architecture
     output = Path(options.output)
+    pruned = output / "pruned"
     with writing(output):  # said before hours of counting
         output.mkdir(parents=True, exist_ok=True)
+    if model is not None:
+        check_destination(pruned)
     counts: dict[str, np.ndarray] = {}
     for name, path in options.data:
         found = count_tokens(name, path, tokenizer, spec.vocab_size, split_by=options.split_by)
@@ -135,13 +138,14 @@ def trim(options: argparse.Namespace) -> None:
                                             for name, of_domain in counts.items()}, "domains": studies,
     }
     print(report_text(result))
-    write(output, result, vocab)
+    with writing(output):
+        write(output, result, vocab)
     if model is not None:
         rows = model.lm_head_weight(Target.load(target_config, device="cpu", decoder=False))
         provenance = replace(Provenance.read(options.checkpoint), candidate_recall=None, tuning=None)
         prune(model, rows, vocab)
-        save_checkpoint(output / "pruned", model, spec, provenance, dtype=TORCH_DTYPES[options.dtype])
-        print(f"the draft with these tokens alone: {output / 'pruned'}")
+        save_checkpoint(pruned, model, spec, provenance, dtype=TORCH_DTYPES[options.dtype])
+        print(f"the draft with these tokens alone: {pruned}")
 
 
 def load_draft(folder: Path, spec: TargetSpec) -> SpecVocabDraft:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data_gen.engines import build_engine
-from scripts.bench_generate import measure, prompts_of
+from scripts.bench_generate import main, measure, prompts_of
 from specvocab_model.config import ConfigError
 from tests.data_gen.runs import NUM_PROMPTS, config_of, overrides, write_inputs
 
@@ -23,6 +23,16 @@ def test_counts_of_a_tiny_target(tmp_path):
     hours = result["data_set_answers"] * 5 / result["tokens_per_second"] / 3600
     assert abs(result["data_set_hours_at_most"] - hours) < 1e-3 * hours + 1e-4  # both are rounded
     assert json.loads(json.dumps(result)) == result
+
+
+def test_prompts_are_read_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
+    root = write_inputs(tmp_path)
+    (root / "prompts.jsonl").write_text("\n")
+    monkeypatch.setattr("scripts.bench_generate.build_engine", lambda *_: pytest.fail("the engine is built"))
+    monkeypatch.setattr("sys.argv", ["bench_generate.py", *overrides(root, "bench")])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2 and capsys.readouterr().err == f"error: {root}/prompts.jsonl holds no prompts\n"
 
 
 def test_prompts_are_put_whole_and_refusals_end_in_one_line(tmp_path):

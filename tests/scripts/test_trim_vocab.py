@@ -153,6 +153,17 @@ def test_the_pruned_checkpoint_says_what_the_full_head_says_of_its_tokens(argume
     assert "has 40 of the target's tokens already; give a draft of the whole vocabulary" in again
 
 
+def test_a_place_that_the_pruned_checkpoint_cannot_have_is_named_before_anything_is_counted(
+    arguments, target, tmp_path, monkeypatch, capsys
+):
+    model = SpecVocabDraft.build(target.spec, DraftConfig(), HeadConfig(rank=6, num_candidates=20))
+    checkpoint = save_checkpoint(tmp_path / "export", model, target.spec, Provenance(), dtype=torch.float32)
+    (tmp_path / "trimmed/pruned").mkdir(parents=True)
+    (tmp_path / "trimmed/pruned/thesis.tex").touch()
+    monkeypatch.setattr(trim_vocab, "count_tokens", lambda *_, **__: pytest.fail("it counts"))
+    assert "pruned is not empty and not a SpecVocab checkpoint" in refused([*arguments, str(checkpoint)], capsys)
+
+
 @pytest.mark.parametrize("change, message", [
     (["--data", "nowhere.jsonl"], "there is no prompt file 'nowhere.jsonl'"),
     (["--min-coverage", "chat=0.9"], "given for chat, but the domains are web"),
