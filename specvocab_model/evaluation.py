@@ -179,16 +179,19 @@ def evaluate(
 
 @torch.inference_mode()
 def check_finite(target: Target, input_ids: Tensor) -> None:
-    """See that the target computes numbers for int64 [1, T]. Of logits that are none, greedy decoding takes the same
-    token every time, with every draft: it would seem lossless, at the best acceptance length.
+    """See that the target computes numbers for ``input_ids``, int64 [1, T].
+
+    Of logits that are none, greedy decoding takes the same token every time, with every draft: all would seem lossless,
+    at the best acceptance length.
 
     Raises:
         ConfigError: a logit is not finite.
     """
     logits = target.logits(target.forward(input_ids).final_hidden[0, -1])
     if not logits.isfinite().all():
-        raise ConfigError(f"the logits of {target.spec.name} in {logits.dtype} are not finite, so nothing can be "
-                          "measured; evaluate in a wider type (eval.dtype=float32), or bring weights that are whole")
+        dtype = str(target.lm_head_weight.dtype).removeprefix("torch.")
+        raise ConfigError(f"the logits of {target.spec.name} in {dtype} are not finite, so nothing can be measured; "
+                          "evaluate in another type (eval.dtype), or bring weights that are whole")
 
 
 def _timed(
@@ -202,6 +205,7 @@ def _timed(
 
 
 def _input_ids(target: Target, prompt: EvalPrompt, answers: Sequence[str]) -> Tensor:
+    """int64 [1, T]."""
     return torch.tensor([prompt.encode_turn(answers)], device=target.device)
 
 
@@ -222,7 +226,12 @@ def first_differences(
     target: Target, input_ids: Tensor, expected: Sequence[int], outputs: Sequence[Sequence[int]]
 ) -> list[tuple[int, float]]:
     """Where each output leaves the expected one: index of the first token that differs, and the gap between the
-    target's two best logits there. One forward of the target serves all."""
+    target's two best logits there. One forward of the target serves all.
+
+    Args:
+        input_ids: int64 [1, T], the prompt.
+        expected, outputs: new tokens; every output differs from the expected ones.
+    """
     positions = [_first_difference(expected, output) for output in outputs]
     text = torch.cat([input_ids, input_ids.new_tensor([expected[: max(positions)]])], dim=1)
     hidden = target.forward(text).final_hidden[0, input_ids.shape[1] - 1 :]  # the first predicts expected[0]

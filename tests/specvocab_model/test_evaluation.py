@@ -85,8 +85,15 @@ def test_tau_pools_tokens_over_forwards(target: Target, variants: dict[str, Vari
 def test_a_target_whose_logits_are_no_numbers_is_refused(broken, target: Target, variants, monkeypatch):
     logits = target.logits
     monkeypatch.setattr(target, "logits", lambda hidden: logits(hidden).index_fill(-1, torch.tensor([5]), broken))
-    with pytest.raises(ConfigError, match=r"logits of .* in torch\.float32 are not finite, so nothing can be measured"):
+    with pytest.raises(ConfigError, match=r"logits of .* in float32 are not finite, so nothing can be measured"):
         evaluate(target, variants, [prompt(target, "What", "a")], **LIMITS, show_progress=False)
+
+
+def test_the_type_that_overflows_is_named(tmp_path):
+    narrow = tiny_target("llama", tmp_path, dtype=torch.float16)
+    narrow.model.model.norm.weight.fill_(60000.0)
+    with pytest.raises(ConfigError, match=r"in float16 are not finite, .* in another type"):
+        evaluation.check_finite(narrow, torch.arange(9)[None])
 
 
 def test_later_turns_follow_on_the_autoregressive_answers(target: Target, variants: dict[str, Variant]):
