@@ -282,6 +282,7 @@ def _decode(
 def _verify(
     logits: Tensor, proposal: Proposal, sampling: Sampling, generator: torch.Generator | None
 ) -> tuple[int, Tensor]:
+    """How many of ``n`` drafts stay by ``logits`` [n + 1, V], and the target's token after them, int64 [1]."""
     if sampling.greedy:
         return verify_greedy(logits, proposal.token_ids)
     return verify_sampled(sampling.probabilities(logits), proposal.probabilities, proposal.token_ids, generator)

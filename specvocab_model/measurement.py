@@ -114,7 +114,10 @@ class CandidateRecall:
         self.counts = [0, 0, 0]  # judged positions; of these, the target's and the draft's token was a candidate
 
     def observe(self, proposal: Proposal, target_logits: Tensor, num_emitted: int) -> None:
-        """Remember one verification; cheap, because it happens inside the measured time."""
+        """Remember one verification of ``n`` drafts, with ``target_logits`` [n + 1, V]; see ``decode.Observer``.
+
+        Cheap, because it happens inside the measured time.
+        """
         num_judged = min(num_emitted, len(proposal.token_ids))
         self.hidden.append(proposal.hidden[:num_judged])
         for ids in proposal.candidates[:num_judged]:

@@ -42,6 +42,7 @@ class StaticLayer(CacheLayerMixin):
         """Nothing is left to be done."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple:
+        """Write those of new tokens [B, H, T, D] to the cursor's columns; returns all in use, each [B, H, width, D]."""
         assert self.keys is not None and self.values is not None
         write(self.keys, self.cursor.columns, key_states)
         write(self.values, self.cursor.columns, value_states)

@@ -82,6 +82,7 @@ class ChainDrafter:
                     hidden, token_ids[:, None], columns, columns, lengths, causal[:, i - 1 : i], width)
 
     def _pick(self, hidden: Tensor, tree: Tree, step: int, uniforms: Tensor) -> Tensor:
+        """Draft number ``step`` from pre-norm output [B, d], int64 [B]; what it was drawn from goes to the tree."""
         output = self.head(self.forward.draft.norm(hidden))
         if self.sampling.greedy:
             return output.greedy_tokens()
@@ -139,6 +140,7 @@ class TreeDrafter:
         return ids.long().view(len(scores), -1), children.flatten(1)
 
     def _keep(self, token_ids: Tensor, scores: Tensor, parents: Tensor, tree: Tree) -> None:
+        """Write the best nodes of the pool to the tree; all [B, P]: ids, fp32 scores, places of parents in the pool."""
         batch_size, num_pooled = token_ids.shape
         order = scores.sort(dim=1, descending=True, stable=True).indices
         kept = order[:, : self.shape.num_drafts].sort(dim=1).values  # layer by layer: parents come first

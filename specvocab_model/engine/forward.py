@@ -48,6 +48,7 @@ class TargetForward:
         )
 
     def _masks(self, lengths: Tensor, ancestors: Tensor, depths: Tensor, width: int) -> Tensor | dict[str, Tensor]:
+        """See ``attention.additive``; by type of layer where there are several. Arguments as in ``__call__``."""
         dtype = self.target.lm_head_weight.dtype
         visible = tree_visible(lengths, ancestors, width)
         if self.sliding_window is None:
