@@ -9,11 +9,12 @@ numbers that are nearly equal.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from specvocab_model.config.checks import temperature as check_temperature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +33,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive and finite")
+        check_temperature("temperature", self.temperature)
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be 0 (off) or positive")
         if not 0 < self.top_p <= 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+MIN_TEMPERATURE = 1e-6
 DTYPES = ("float32", "bfloat16", "float16")  # of a target and of an evaluation
 
 
@@ -19,6 +20,12 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def at_least(name: str, value: float | None, minimum: float) -> None:
     if value is not None and not minimum <= value < math.inf:
         raise ConfigError(f"{name}={value} must be at least {minimum}{' and finite' if value == math.inf else ''}")
+
+
+def temperature(name: str, value: float) -> None:
+    """Of sampling. Logits over one that is too small are infinite, and their softmax is no number."""
+    if value != 0 and not MIN_TEMPERATURE <= value < math.inf:
+        raise ConfigError(f"{name}={value} must be 0 (greedy), or at least {MIN_TEMPERATURE} and finite")
 
 
 def not_empty(name: str, value: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from specvocab_model.config.checks import ConfigError, at_least, fraction, not_empty, one_of
+from specvocab_model.config.checks import ConfigError, at_least, fraction, not_empty, one_of, temperature
 
 ENGINES = ("transformers", "vllm", "openai")
 
@@ -72,8 +72,10 @@ class GenerationConfig:
         self._check_answers()
         fraction("generation.validation_fraction", self.validation_fraction)
         fraction("generation.top_p", self.top_p)
-        for name in ("magpie_prompts", "temperature", "top_k", "magpie_temperature"):
+        for name in ("magpie_prompts", "top_k"):
             at_least(f"generation.{name}", getattr(self, name), 0)
+        for name in ("temperature", "magpie_temperature"):
+            temperature(f"generation.{name}", getattr(self, name))
         for name in ("magpie_max_new_tokens", "max_prompt_tokens", "max_new_tokens", "batch_tokens", "rows_per_shard"):
             at_least(f"generation.{name}", getattr(self, name), 1)
         at_least("generation.num_prompts", self.num_prompts, 1)

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from specvocab_model.config.checks import DTYPES, ConfigError, at_least, one_of
+from specvocab_model.config.checks import DTYPES, ConfigError, at_least, one_of, temperature
 
 LAYOUTS = ("eagle3", "speculators")
 RIVALS = ("full", "speculative", "static", "low_rank", "cluster", "in_context")
@@ -28,7 +28,7 @@ class EvalConfig:
         at_least("eval.num_prompts", self.num_prompts, 1)
         at_least("eval.max_new_tokens", self.max_new_tokens, 1)
         at_least("eval.num_draft_tokens", self.num_draft_tokens, 1)
-        at_least("eval.temperature", self.temperature, 0)
+        temperature("eval.temperature", self.temperature)
         one_of("eval.dtype", self.dtype, DTYPES)
 
 

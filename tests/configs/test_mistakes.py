@@ -44,7 +44,9 @@ MISTAKES = {
 }
 # Found by the schema alone, whatever has composed the values.
 CONTRADICTIONS = {
-    "no end": ([HERE, "generation.temperature=inf"], "generation.temperature=inf must be at least 0 and finite"),
+    "no end": ([HERE, "compare.kappa=inf"], "compare.kappa=inf must be at least 0 and finite"),
+    "all too hot": ([HERE, "generation.temperature=inf"], "temperature=inf must be 0 (greedy), or at least 1e-06 and"),
+    "next to nothing": ([HERE, "eval.temperature=1e-320"], "must be 0 (greedy), or at least 1e-06 and finite"),
     "no limit": ([HERE, "optim.lr=inf"], "optim.lr=inf must be positive and finite"),
     "nothing to draft": ([HERE, "data.seq_len=2"], "data.seq_len=2 must be at least 3"),
     **{f"empty {key}": ([HERE, f"{key}="], f"{key}='' is empty")

@@ -162,8 +162,8 @@ def test_an_incomplete_character_is_shown_at_the_end():
 @pytest.mark.parametrize(("options", "message"), [
     (["--max-new-tokens", "512"], "but it must be 1 to 0"),
     (["--target", "nobody/nothing-of-that-name"], "target.model='nobody/nothing-of-that-name'"),
-    (["--temperature", "-1"], "temperature=-1.0 must be 0 (greedy) or positive and finite"),
-    (["--temperature", "nan"], "temperature=nan must be 0 (greedy) or positive and finite"),
+    (["--temperature", "-1"], "temperature=-1.0 must be 0 (greedy), or at least 1e-06 and finite"),
+    (["--temperature", "nan"], "temperature=nan must be 0 (greedy), or at least 1e-06"),
     (["--temperature", "warm"], "could not convert string to float: 'warm'"),
     (["--shape", "0"], "drafts nothing"),
 ])

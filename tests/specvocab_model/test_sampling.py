@@ -167,8 +167,8 @@ def test_probabilities_keep_impossible_tokens_impossible():
 
 
 @pytest.mark.parametrize("wrong", [
-    {"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0},
-    {"top_p": 1.5}, {"top_p": math.nan},
+    {"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf}, {"temperature": 1e-320},
+    {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}, {"top_p": math.nan},
 ])
 def test_values_outside_their_range_are_refused(wrong: dict):
     with pytest.raises(ValueError, match=next(iter(wrong))):
