@@ -122,10 +122,10 @@ def table(stats: dict[str, Any]) -> str:
     for name in ("tokens_per_row", "response_tokens_per_row"):
         lines.append(f"{name:24} " + ", ".join(f"{key} {value:.0f}" for key, value in stats[name].items()))
     for name in ("turns_per_row", "sources", "finish_reasons", "skipped", "collected"):
-        lines.append(f"{name:24} " + ", ".join(f"{key} {value}" for key, value in stats[name].items()))
+        lines.append(f"{name:24} " + (", ".join(f"{key}: {value}" for key, value in stats[name].items()) or "none"))
     reached = {point["share"]: point["top_k"] for point in reversed(stats["coverage"])}  # the fewest tokens of each
-    lines.append(f"{'coverage':24} " + ", ".join(f"{share:.1%} by {reached[share]}" for share in SHARES if reached))
-    return "\n".join(lines)
+    needed = ", ".join(f"{share:.1%}: {reached[share]}" for share in SHARES if reached)
+    return "\n".join([*lines, f"tokens for a coverage of {needed or 'none'}"])
 
 
 def plot(stats: dict[str, Any]) -> str:

@@ -154,7 +154,8 @@ def test_stats_are_counted_by_hand(root, capsys):
     assert picture.tag.endswith("svg") and len(list(picture.iter("{http://www.w3.org/2000/svg}polyline"))) == 1
     out = capsys.readouterr().out
     assert "12 response tokens, 6 distinct" in out
-    assert "50.0% by 1, 90.0% by 5, 95.0% by 6, 99.0% by 6, 99.9% by 6, 100.0% by 6\n" in out
+    assert "tokens for a coverage of 50.0%: 1, 90.0%: 5, 95.0%: 6, 99.0%: 6, 99.9%: 6, 100.0%: 6\n" in out
+    assert f"{'turns_per_row':24} 1: 3, 2: 1\n" in out and f"{'skipped':24} none\n" in out
 
 
 def test_coverage_against_a_slow_count():
