@@ -116,7 +116,8 @@ class Target:
         dtype = dtype or TORCH_DTYPES[config.dtype]
         if dtype == torch.bfloat16 and not has_fast_bf16():
             logger.warning("this CPU has no fast bf16 products and takes up to 70 times as long for them as in fp32; "
-                           "target.dtype=float32 trainer.mixed_precision=no are faster here")
+                           "float32 is faster here: target.dtype=float32 trainer.mixed_precision=no or, where a "
+                           "command has it, --dtype float32")
         load: Any = partial(  # the return type does not know of output_loading_info
             AutoModelForCausalLM.from_pretrained, resolve_model(config), attn_implementation=config.attn_implementation,
             output_loading_info=True, ignore_mismatched_sizes=True,  # refused below, in one line

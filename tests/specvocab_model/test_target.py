@@ -247,4 +247,5 @@ def test_bf16_where_it_is_slow_is_warned_of(tmp_path, monkeypatch, caplog, fast)
     Target.load(config, device="cpu", dtype=torch.float32)
     assert not caplog.messages
     Target.load(config, device="cpu", dtype=torch.bfloat16)
-    assert any("target.dtype=float32" in message for message in caplog.messages) is not fast
+    assert any("target.dtype=float32 " in message for message in caplog.messages) is not fast
+    assert any("--dtype float32" in message for message in caplog.messages) is not fast
