@@ -69,7 +69,8 @@ def _sglang(options: argparse.Namespace, target: str) -> ServedDraft:
 def _installed(engine: str, name: str) -> Iterator[None]:
     """What is imported in this context needs an engine's own modules, which move between its releases."""
     if find_spec(engine) is None:
-        raise ConfigError(f"--engine {engine} needs {name} in this environment: pip install 'specvocab[{engine}]'")
+        raise ConfigError(f"--engine {engine} needs {name} in this environment: make another one for it, as it brings "
+                          f"a torch of its own, and there pip install -e '.[{engine}]' (docs/SERVING.md)")
     try:
         yield
     except ImportError as error:

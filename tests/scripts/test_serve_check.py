@@ -116,7 +116,7 @@ def test_another_target_is_refused(checkpoint, tmp_path, capsys):
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (["--max-new-tokens", "4096"], "do not fit into 512 positions"),
-    pytest.param([], "needs vLLM in this environment", marks=pytest.mark.skipif(
+    pytest.param([], "needs vLLM in this environment: make another one", marks=pytest.mark.skipif(
         find_spec("vllm") is not None, reason="vLLM is installed")),
 ])
 def test_what_cannot_be_asked_is_said(arguments, said, checkpoint, capsys):
