@@ -15,7 +15,7 @@ from specvocab_kernels.vocab_head import (
     vocab_head_top_n,
 )
 from specvocab_kernels.vocab_head.dispatch import full_head_is_faster
-from specvocab_kernels.vocab_head.kernel import tile_head
+from specvocab_kernels.vocab_head.kernel import block_shapes, tile_head
 
 IMPLS = ("torch", "triton")
 # dtype of the hidden states and lm_head, precision of vocab_proj, and the relative rounding of one score's terms
@@ -278,7 +278,7 @@ def test_full_head_lists_every_id(device):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "int8"])
-@pytest.mark.parametrize("rank", [21, 96, 100])
+@pytest.mark.parametrize("rank", [21, 72, 100, 320])
 def test_ranks_that_are_no_power_of_two(device, precision, rank):
     weights = make(device, SELECTIONS["one tile"], precision, rank=rank)
     for batch in (1, 2):
@@ -286,6 +286,35 @@ def test_ranks_that_are_no_power_of_two(device, precision, rank):
         ids, logits = vocab_head(hidden, weights, impl="triton")
         check_candidates(ids, hidden, weights, PRECISIONS[precision][2])
         check_logits(ids, logits, hidden, weights)
+
+
+@pytest.mark.parametrize("rank", [72, 320])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "int8"])
+@pytest.mark.parametrize("columns, parts", [(64, 1), (64, 4), (256, 2)])
+def test_rows_read_in_pieces_of_columns(device, precision, rank, columns, parts):
+    weights = make(device, TileSelection(31, 16, 2), precision, rank=rank)
+    check_block_shapes(weights, hidden_states(weights, 1), False, one=dict(COLUMNS=columns, PARTS=parts))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "int8"])
+@pytest.mark.parametrize("batch", [9, 70])
+@pytest.mark.parametrize("per_multiprocessor", [1, 30])
+def test_unions_in_one_list(device, precision, batch, per_multiprocessor):
+    """Programs that rescore several times, or find nothing to do."""
+    weights = make(device, TileSelection(150, 16, 2), precision)
+    rescore = dict(SLOTS=16, BLOCK_D=32, STAGES=3, num_warps=4, PER_MULTIPROCESSOR=per_multiprocessor)
+    check_block_shapes(weights, hidden_states(weights, batch), False, rescore=rescore)
+
+
+def check_block_shapes(weights, hidden, shared, one=None, rescore=None):
+    shapes = block_shapes(weights, hidden.shape[0], shared)
+    config = {"rescore": rescore} if rescore else {"one": shapes["one"] | one}
+    ids = torch.full((hidden.shape[0], weights.selection.num_candidates), -1, dtype=torch.int32, device=hidden.device)
+    logits = torch.full(ids.shape, math.nan, device=ids.device)
+    tile_head(hidden, weights, ids, logits, shared=shared, config=config)
+    precision = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}.get(weights.vocab_proj.dtype, "bf16")
+    check_candidates(ids, hidden, weights, PRECISIONS[precision][2], shared=shared)
+    check_logits(ids, logits, hidden, weights)
 
 
 def test_auto_takes_the_full_head_for_many_rows_only():

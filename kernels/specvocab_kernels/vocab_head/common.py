@@ -146,6 +146,7 @@ def round_kernel(
     high_ptr,  # [B, r]
     low_ptr,  # [B, r], for int8
     units_ptr,  # [B] float32: what one unit of a row is worth
+    totals_ptr,  # [B] int32: set to zero, for the selection to count in
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     KIND: tl.constexpr,
@@ -153,8 +154,8 @@ def round_kernel(
 ):
     """``reduced`` rounded once for all tiles; see ``_round``."""
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # first: the next kernel starts meanwhile, and then waits itself
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     b = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_R)
     inside = column < RANK
@@ -166,3 +167,4 @@ def round_kernel(
     if KIND == "int8":
         tl.store(low_ptr + b * RANK + column, low, mask=inside)
     tl.store(units_ptr + b, largest)
+    tl.store(totals_ptr + b, 0)

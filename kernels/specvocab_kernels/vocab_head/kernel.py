@@ -98,9 +98,12 @@ def tile_head(
     per_tile: dict[str, Any] = dict(dtype=torch.int32, device=hidden.device)
     chosen = torch.empty(blocks, selection.num_tiles, selection.keep, block_b, **per_tile)
     members = torch.empty(blocks, selection.num_tiles, num_members, **per_tile)
-    member_counts = torch.empty(blocks, selection.num_tiles, **per_tile)
+    *rounded, zeros = _rounded(reduced, weights)
+    rescore = dict(config["rescore"])
+    listed = "PER_MULTIPROCESSOR" in rescore
+    member_counts = zeros if listed else torch.empty(blocks, selection.num_tiles, **per_tile)
     many.select_kernel[(selection.num_tiles, blocks)](
-        *_rounded(reduced, weights),
+        *rounded,
         weights.vocab_proj,
         weights.scales,
         ids,
@@ -118,12 +121,17 @@ def tile_head(
         KIND=KINDS[weights.vocab_proj.dtype],
         SCALED=weights.scales is not None,
         SHARED=shared,
+        LISTED=listed,
         UPCAST=interpreting(),
         **config["select"],
         **_dependent(hidden),
     )
-    rescore = config["rescore"]
-    many.rescore_kernel[(triton.cdiv(selection.num_tiles, rescore["TILES"]), blocks)](
+    if listed:
+        kernel, programs = many.rescore_list_kernel, rescore.pop("PER_MULTIPROCESSOR") * _multiprocessors(hidden)
+    else:
+        kernel, programs = many.rescore_kernel, triton.cdiv(selection.num_tiles, rescore["TILES"])
+        rescore["TILES_PAD"] = triton.next_power_of_2(rescore["TILES"])
+    kernel[(programs, blocks)](
         hidden,
         weights.lm_head,
         logits,
@@ -136,7 +144,6 @@ def tile_head(
         HIDDEN=weights.hidden_size,
         KEEP=selection.keep,
         MEMBERS=num_members,
-        TILES_PAD=triton.next_power_of_2(rescore["TILES"]),
         BLOCK_B=block_b,
         EVEN=weights.hidden_size % rescore["BLOCK_D"] == 0,
         CAPPED=logit_softcap is not None,
@@ -155,7 +162,7 @@ def approximate_scores(hidden: Tensor, weights: HeadWeights) -> Tensor:
     tile = config["scores"]["TILE"]
     block_b = config["batch"]["BLOCK_B"]
     many.scores_kernel[(triton.cdiv(weights.vocab_size, tile), triton.cdiv(batch, block_b))](
-        *_rounded(_reduce(hidden, weights, config["reduce"]), weights),
+        *_rounded(_reduce(hidden, weights, config["reduce"]), weights)[:3],
         weights.vocab_proj,
         weights.scales,
         scores,
@@ -232,9 +239,13 @@ def block_shapes(weights: HeadWeights, batch: int, shared: bool) -> dict[str, di
         keep_pad = triton.next_power_of_2(keep)
         block_d = max(32, min(wide, 16384 // keep_pad))
         num_warps = {torch.int8: 2, torch.float8_e4m3fn: 4}.get(weights.vocab_proj.dtype, 8)
+        columns = _block(weights.rank)
+        if size == 2 and weights.rank & (weights.rank - 1):  # whole tiles in flight, and few lanes beyond the rank
+            columns, parts = min(64, columns), triton.cdiv(tile * weights.rank * size, 49152)
         shapes["one"] = dict(
-            PARTS=max(1, min(parts, 8 if size == 1 else 16, tile // 4)),
+            PARTS=max(1, min(triton.next_power_of_2(parts), 8 if size == 1 else 16, tile // 4)),
             BLOCK_R=_block(weights.rank),
+            COLUMNS=columns,
             BLOCK_D=block_d,
             num_warps=max(num_warps, min(8, keep_pad * block_d // 2048)),
         )
@@ -248,6 +259,8 @@ def block_shapes(weights: HeadWeights, batch: int, shared: bool) -> dict[str, di
         rescore = dict(TILES=max(1, 16 // keep), SLOTS=16, BLOCK_D=512 if block_b == 16 else 128, STAGES=4, num_warps=4)
     elif block_b == 16:
         rescore = dict(TILES=max(1, 8 // keep), SLOTS=64, BLOCK_D=128, STAGES=5, num_warps=4)
+    elif block_b == 64:
+        rescore = dict(PER_MULTIPROCESSOR=2, SLOTS=128, BLOCK_D=64, STAGES=4, num_warps=4)
     else:
         union = tile * (1 - (1 - min(1.0, keep / tile)) ** block_b)  # of independent rows
         rescore = dict(TILES=max(1, int(205 / union)), SLOTS=256, BLOCK_D=64, STAGES=4, num_warps=8)
@@ -280,28 +293,37 @@ def _reduce(hidden: Tensor, weights: HeadWeights, config: dict[str, Any]) -> Ten
     return reduced
 
 
-def _rounded(reduced: Tensor, weights: HeadWeights) -> tuple[Tensor, Tensor, Tensor]:
+def _rounded(reduced: Tensor, weights: HeadWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``reduced`` as the matrix units take it: high and low part, unit; and a zero for each row (see ``many``)."""
     kind = KINDS[weights.vocab_proj.dtype]
     dtype = torch.float16 if kind == "fp8" else weights.vocab_proj.dtype
     high = torch.empty(reduced.shape, dtype=dtype, device=reduced.device)
     low = torch.empty_like(high) if kind == "int8" else high
     units = torch.empty(reduced.shape[0], dtype=torch.float32, device=reduced.device)
+    zeros = torch.empty(reduced.shape[0], dtype=torch.int32, device=reduced.device)
     common.round_kernel[(reduced.shape[0],)](
         reduced,
         high,
         low,
         units,
+        zeros,
         RANK=weights.rank,
         BLOCK_R=_block(weights.rank),
         KIND=kind,
         num_warps=1,
         **_dependent(reduced),
     )
-    return high, low, units
+    return high, low, units, zeros
 
 
 def _block(length: int) -> int:
     return max(16, triton.next_power_of_2(length))
+
+
+def _multiprocessors(tensor: Tensor) -> int:
+    if tensor.device.type != "cuda":
+        return 2  # the interpreter: more than one, to show that they share the work rightly
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
 def _dependent(tensor: Tensor) -> dict[str, bool]:

@@ -29,15 +29,22 @@ def _scores(
     STAGES: tl.constexpr,
     KIND: tl.constexpr,
     SCALED: tl.constexpr,
+    ACROSS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Approximate logits ``[TILE, BLOCK_B]`` of the rows from ``start``, in units of the hidden states' rounding."""
+    """Approximate logits ``[TILE, BLOCK_B]`` of the rows from ``start``, in units of the hidden states' rounding.
+
+    ``ACROSS``: the matrix units compute the transpose, so that a thread holds more ids of fewer hidden states and the
+    best id of a tile is found almost within it.
+    """
     place = tl.arange(0, TILE)
+    M: tl.constexpr = BLOCK_B if ACROSS else TILE
+    N: tl.constexpr = TILE if ACROSS else BLOCK_B
     if KIND == "int8":
-        high_dots = tl.zeros((TILE, BLOCK_B), dtype=tl.int32)
-        low_dots = tl.zeros((TILE, BLOCK_B), dtype=tl.int32)
+        high_dots = tl.zeros((M, N), dtype=tl.int32)
+        low_dots = tl.zeros((M, N), dtype=tl.int32)
     else:
-        high_dots = tl.zeros((TILE, BLOCK_B), dtype=tl.float32)
+        high_dots = tl.zeros((M, N), dtype=tl.float32)
     for k in tl.range(0, RANK, BLOCK_K, num_stages=STAGES):
         column = k + tl.arange(0, BLOCK_K)
         inside = column < RANK
@@ -52,15 +59,24 @@ def _scores(
         high = tl.load(high_ptr + offsets, mask=wanted, other=0.0)
         if KIND == "int8":
             low = tl.load(low_ptr + offsets, mask=wanted, other=0.0)
-            high_dots = tl.dot(rows, tl.trans(high), high_dots, out_dtype=tl.int32)
-            low_dots = tl.dot(rows, tl.trans(low), low_dots, out_dtype=tl.int32)
+            if ACROSS:
+                high_dots = tl.dot(high, tl.trans(rows), high_dots, out_dtype=tl.int32)
+                low_dots = tl.dot(low, tl.trans(rows), low_dots, out_dtype=tl.int32)
+            else:
+                high_dots = tl.dot(rows, tl.trans(high), high_dots, out_dtype=tl.int32)
+                low_dots = tl.dot(rows, tl.trans(low), low_dots, out_dtype=tl.int32)
         else:
             if KIND == "fp8":
                 rows = rows.to(tl.float16)
-            high_dots = dot(rows, tl.trans(high), high_dots, UPCAST)
+            if ACROSS:
+                high_dots = dot(high, tl.trans(rows), high_dots, UPCAST)
+            else:
+                high_dots = dot(rows, tl.trans(high), high_dots, UPCAST)
     scores = high_dots.to(tl.float32)
     if KIND == "int8":
         scores = (scores + low_dots.to(tl.float32) * (1.0 / 254.0)) * (1.0 / 127.0)
+    if ACROSS:
+        scores = tl.trans(scores)
     if SCALED:
         scores *= tl.load(scales_ptr + start + place)[:, None]
     return scores
@@ -112,6 +128,7 @@ def scores_kernel(
         STAGES,
         KIND,
         False,
+        False,
         UPCAST,
     )
     if SCALED:
@@ -145,8 +162,8 @@ def select_kernel(
     scales_ptr,  # [num_tiles * TILE] float32
     ids_ptr,  # [B, k] int32
     chosen_ptr,  # [batch blocks, num_tiles, KEEP, BLOCK_B] int32: the same ids, by tile
-    members_ptr,  # [batch blocks, num_tiles, MEMBERS] int32
-    sizes_ptr,  # [batch blocks, num_tiles] int32
+    members_ptr,  # [batch blocks, num_tiles, MEMBERS] int32; LISTED: the tiles' unions end to end, in any order
+    sizes_ptr,  # [batch blocks, num_tiles] int32, of each tile's union; LISTED: [batch blocks], of all, zero before
     batch,
     vocab_size,
     num_tiles,
@@ -164,6 +181,7 @@ def select_kernel(
     KIND: tl.constexpr,
     SCALED: tl.constexpr,
     SHARED: tl.constexpr,
+    LISTED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -199,6 +217,7 @@ def select_kernel(
             STAGES,
             KIND,
             SCALED,
+            LISTED,
             UPCAST,
         )
         if SHARED:  # rows must be comparable
@@ -220,9 +239,81 @@ def select_kernel(
     else:
         for j in range(KEEP):
             keys, union = _take_best(keys, union, j, rows_count, t, num_tiles, ids_ptr, chosen_ptr, TILE, BLOCK_B)
-    position = tl.cumsum(union, 0) - 1
-    tl.store(members_ptr + block * MEMBERS + position, place * num_tiles + t, mask=union > 0)
-    tl.store(sizes_ptr + block, tl.sum(union, 0))
+    first = block * MEMBERS
+    if LISTED:
+        first = tl.program_id(1).to(tl.int64) * num_tiles * MEMBERS
+        first += tl.atomic_add(sizes_ptr + tl.program_id(1), tl.sum(union, 0), sem="relaxed")
+    else:
+        tl.store(sizes_ptr + block, tl.sum(union, 0))
+    tl.store(members_ptr + first + tl.cumsum(union, 0) - 1, place * num_tiles + t, mask=union > 0)
+
+
+@triton.jit
+def _rescore(
+    hidden_ptr,
+    lm_head_ptr,
+    logits_ptr,
+    chosen_ptr,
+    member,
+    used,
+    t,
+    block,
+    b,
+    present,
+    num_candidates,
+    per_tile,
+    extra,
+    logit_scale,
+    softcap,
+    HIDDEN: tl.constexpr,
+    KEEP: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SAME: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``SLOTS`` ids, of tiles ``t`` whose choices stand at ``block``, times ``BLOCK_B`` hidden states.
+
+    A row of ``lm_head`` is read once however many hidden states want it; each takes its own candidates from the
+    products of all.
+    """
+    lane = tl.arange(0, BLOCK_B)
+    row = member.to(tl.int64) * HIDDEN
+    acc = tl.zeros((SLOTS, BLOCK_B), dtype=tl.float32)
+    for first in tl.range(0, HIDDEN, BLOCK_D, num_stages=STAGES):
+        column = first + tl.arange(0, BLOCK_D)
+        inside = column < HIDDEN
+        rows = tl.load(
+            lm_head_ptr + row[:, None] + column[None, :],
+            mask=used[:, None] if EVEN else used[:, None] & inside[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        hidden = tl.load(
+            hidden_ptr + b[:, None].to(tl.int64) * HIDDEN + column[None, :],
+            mask=present[:, None] if EVEN else present[:, None] & inside[None, :],
+            other=0.0,
+        )
+        if not SAME:
+            rows, hidden = rows.to(tl.float32), hidden.to(tl.float32)
+        acc = dot(rows, tl.trans(hidden), acc, UPCAST)
+
+    logits = scale_and_cap(acc, logit_scale, softcap, CAPPED)
+    out = b[None, :] * num_candidates + (t * per_tile + tl.minimum(t, extra))[:, None]
+    chosen = chosen_ptr + (block * KEEP * BLOCK_B)[:, None] + lane[None, :]
+    wanted = used[:, None] & present[None, :]
+    if KEEP <= MAX_UNROLLED:
+        for j in tl.static_range(KEEP):
+            mine = tl.load(chosen + j * BLOCK_B, mask=used[:, None], other=-1) == member[:, None]
+            tl.store(logits_ptr + out + j, logits, mask=mine & wanted)
+    else:
+        for j in range(KEEP):
+            mine = tl.load(chosen + j * BLOCK_B, mask=used[:, None], other=-1) == member[:, None]
+            tl.store(logits_ptr + out + j, logits, mask=mine & wanted)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -256,13 +347,8 @@ def rescore_kernel(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The members of ``TILES`` tiles, ``SLOTS`` at a time, times ``BLOCK_B`` hidden states.
-
-    A row of ``lm_head`` is read once however many hidden states want it; each takes its own candidates from the
-    products of all.
-    """
-    lane = tl.arange(0, BLOCK_B)
-    b = tl.program_id(1) * BLOCK_B + lane
+    """The members of ``TILES`` tiles, ``SLOTS`` at a time: no program waits for what other tiles chose."""
+    b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     present = b < batch
     first_tile = tl.program_id(0) * TILES
     tile = tl.arange(0, TILES_PAD)
@@ -282,37 +368,106 @@ def rescore_kernel(
         inner = slot - tl.sum(tl.where(before, sizes[None, :], 0), 1)
         block = first_block + owner
         member = tl.load(members_ptr + block * MEMBERS + inner, mask=used, other=0)
-        row = member.to(tl.int64) * HIDDEN
+        _rescore(
+            hidden_ptr,
+            lm_head_ptr,
+            logits_ptr,
+            chosen_ptr,
+            member,
+            used,
+            first_tile + owner,
+            block,
+            b,
+            present,
+            num_candidates,
+            per_tile,
+            extra,
+            logit_scale,
+            softcap,
+            HIDDEN,
+            KEEP,
+            SLOTS,
+            BLOCK_B,
+            BLOCK_D,
+            STAGES,
+            EVEN,
+            CAPPED,
+            SAME,
+            UPCAST,
+        )
 
-        acc = tl.zeros((SLOTS, BLOCK_B), dtype=tl.float32)
-        for first in tl.range(0, HIDDEN, BLOCK_D, num_stages=STAGES):
-            column = first + tl.arange(0, BLOCK_D)
-            inside = column < HIDDEN
-            rows = tl.load(
-                lm_head_ptr + row[:, None] + column[None, :],
-                mask=used[:, None] if EVEN else used[:, None] & inside[None, :],
-                other=0.0,
-                eviction_policy="evict_first",
-            )
-            hidden = tl.load(
-                hidden_ptr + b[:, None].to(tl.int64) * HIDDEN + column[None, :],
-                mask=present[:, None] if EVEN else present[:, None] & inside[None, :],
-                other=0.0,
-            )
-            if not SAME:
-                rows, hidden = rows.to(tl.float32), hidden.to(tl.float32)
-            acc = dot(rows, tl.trans(hidden), acc, UPCAST)
 
-        logits = scale_and_cap(acc, logit_scale, softcap, CAPPED)
-        t = first_tile + owner
-        out = b[None, :] * num_candidates + (t * per_tile + tl.minimum(t, extra))[:, None]
-        chosen = chosen_ptr + (block * KEEP * BLOCK_B)[:, None] + lane[None, :]
-        wanted = used[:, None] & present[None, :]
-        if KEEP <= MAX_UNROLLED:
-            for j in tl.static_range(KEEP):
-                mine = tl.load(chosen + j * BLOCK_B, mask=used[:, None], other=-1) == member[:, None]
-                tl.store(logits_ptr + out + j, logits, mask=mine & wanted)
-        else:
-            for j in range(KEEP):
-                mine = tl.load(chosen + j * BLOCK_B, mask=used[:, None], other=-1) == member[:, None]
-                tl.store(logits_ptr + out + j, logits, mask=mine & wanted)
+@triton.jit(do_not_specialize=SIZES)
+def rescore_list_kernel(
+    hidden_ptr,  # [B, d]
+    lm_head_ptr,  # [V, d]
+    logits_ptr,  # [B, k] float32
+    chosen_ptr,
+    members_ptr,
+    totals_ptr,
+    batch,
+    vocab_size,
+    num_tiles,
+    num_candidates,
+    per_tile,
+    extra,
+    logit_scale,
+    softcap,
+    HIDDEN: tl.constexpr,
+    KEEP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SAME: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """An equal share of the list of all unions: with many ids a tile, programs that own tiles end at different times.
+
+    In what order the tiles have listed their ids changes nothing: a product depends on its row alone.
+    """
+    b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    present = b < batch
+    first_block = tl.program_id(1).to(tl.int64) * num_tiles
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    total = tl.load(totals_ptr + tl.program_id(1))
+    share = tl.cdiv(total, tl.num_programs(0))
+    end = tl.minimum((tl.program_id(0) + 1) * share, total)
+
+    for begin in range(tl.program_id(0) * share, end, SLOTS):
+        slot = begin + tl.arange(0, SLOTS)
+        used = slot < end
+        member = tl.load(members_ptr + first_block * MEMBERS + slot, mask=used, other=0)
+        t = member % num_tiles
+        _rescore(
+            hidden_ptr,
+            lm_head_ptr,
+            logits_ptr,
+            chosen_ptr,
+            member,
+            used,
+            t,
+            first_block + t,
+            b,
+            present,
+            num_candidates,
+            per_tile,
+            extra,
+            logit_scale,
+            softcap,
+            HIDDEN,
+            KEEP,
+            SLOTS,
+            BLOCK_B,
+            BLOCK_D,
+            STAGES,
+            EVEN,
+            CAPPED,
+            SAME,
+            UPCAST,
+        )

@@ -37,6 +37,17 @@ def _pack(reduced_ptr, word, inside, largest):
     return high, low
 
 
+@triton.jit
+def _load_rows(pointers, column, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of ``LENGTH`` elements as a tuple of pieces ``WIDTH`` columns wide, none of them waited for."""
+    pieces = ()
+    for first in tl.static_range(0, LENGTH, WIDTH):
+        inside = (first + column < LENGTH)[None, :]
+        piece = tl.load(pointers + first, mask=inside, other=0.0, eviction_policy="evict_first")
+        pieces = pieces + (piece,)  # noqa: RUF005 (Triton does not unpack)
+    return pieces
+
+
 @triton.jit(do_not_specialize=SIZES[1:])
 def tile_kernel(
     hidden_ptr,  # [B, d]
@@ -60,6 +71,7 @@ def tile_kernel(
     KEEP_PAD: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     KIND: tl.constexpr,
     SCALED: tl.constexpr,
@@ -67,23 +79,27 @@ def tile_kernel(
     EMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile for one hidden state. The tile is read in ``PARTS`` pieces, the next one while one is worked on."""
+    """One tile for one hidden state. The tile is read in ``PARTS`` parts, the next one while one is worked on.
+
+    A row is read in pieces of ``COLUMNS`` elements, a power of two: where one piece spans the row, the lanes beyond
+    ``RANK`` idle.
+    """
     SUB: tl.constexpr = TILE // PARTS
     # int8: four elements a word, multiplied four at a time.
     WORDS: tl.constexpr = KIND == "int8" and RANK % 4 == 0 and RANK <= 2048
     LENGTH: tl.constexpr = RANK // 4 if WORDS else RANK
-    BLOCK: tl.constexpr = BLOCK_R // 4 if WORDS else BLOCK_R
+    WIDTH: tl.constexpr = COLUMNS // 4 if WORDS else COLUMNS
+    PIECES: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH
     t = tl.program_id(0)
     batch_row = tl.program_id(1).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < LENGTH
+    column = tl.arange(0, WIDTH)
     part = tl.arange(0, SUB)
     # Rows of the stored vocab_proj: int64, because a row index times its length passes 2^31.
     start = t.to(tl.int64) * TILE
     if WORDS:
         proj_ptr = proj_ptr.to(tl.pointer_type(tl.int32))
     pointers = proj_ptr + (start + part)[:, None] * LENGTH + column[None, :]
-    piece = tl.load(pointers, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+    pieces = _load_rows(pointers, column, LENGTH, WIDTH)
     place = tl.arange(0, PARTS)[:, None] * SUB + part[None, :]  # [PARTS, SUB]
     if SCALED:
         scales = tl.load(scales_ptr + start + place)
@@ -94,21 +110,33 @@ def tile_kernel(
         all_columns = tl.arange(0, BLOCK_R)
         largest = tl.max(tl.abs(tl.load(reduced_ptr + all_columns, mask=all_columns < RANK, other=0.0)), 0)
         largest = tl.where(largest > 0, largest, 1.0)
-        high, low = _pack(reduced_ptr, column, inside, largest)
-    else:
-        reduced = tl.load(reduced_ptr + column, mask=inside, other=0.0)
+    factors = ()
+    for first in tl.static_range(0, LENGTH, WIDTH):
+        if WORDS:
+            factor = _pack(reduced_ptr, first + column, first + column < LENGTH, largest)
+        else:
+            factor = tl.load(reduced_ptr + first + column, mask=first + column < LENGTH, other=0.0)
+        factors = factors + (factor,)  # noqa: RUF005
 
     scores = tl.zeros((PARTS, SUB), dtype=tl.float32)
     for i in tl.static_range(PARTS):
-        current = piece
+        current = pieces
         if i + 1 < PARTS:
             pointers += SUB * LENGTH
-            piece = tl.load(pointers, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            pieces = _load_rows(pointers, column, LENGTH, WIDTH)
         if WORDS:
-            dots = _dp4a(current, high[None, :], tl.zeros_like(current), EMULATE) * 64
-            found = tl.sum(_dp4a(current, low[None, :], dots, EMULATE), 1).to(tl.float32)
+            dots = tl.zeros((SUB, WIDTH), dtype=tl.int32)
+            for j in tl.static_range(PIECES):
+                dots = _dp4a(current[j], factors[j][0][None, :], dots, EMULATE)
+            dots *= 64
+            for j in tl.static_range(PIECES):
+                dots = _dp4a(current[j], factors[j][1][None, :], dots, EMULATE)
+            found = tl.sum(dots, 1).to(tl.float32)
         else:
-            found = tl.sum(current.to(tl.float32) * reduced[None, :], 1)
+            products = current[0].to(tl.float32) * factors[0][None, :]
+            for j in tl.static_range(1, PIECES):
+                products += current[j].to(tl.float32) * factors[j][None, :]
+            found = tl.sum(products, 1)
         scores = tl.where((tl.arange(0, PARTS) == i)[:, None], found[None, :], scores)
     if WORDS:
         scores *= largest / (64.0 * 127.0)
