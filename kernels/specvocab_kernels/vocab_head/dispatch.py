@@ -13,8 +13,8 @@ from specvocab_kernels.vocab_head.weights import HeadWeights
 # for 64 ids (rank d/8), for 128 and for 256 (rank d/16), and an exact selection.
 MOST_ROWS = {
     (151936, 4096): (64, 64, 128, 10),
-    (151936, 2560): (32, 64, 128, 10),
-    (100352, 4096): (32, 64, 128, 10),
+    (151936, 2560): (64, 64, 128, 10),
+    (100352, 4096): (64, 64, 128, 10),
     (262144, 640): (16, 64, 64, 0),
     (49152, 576): (10, 10, 16, 0),
 }
