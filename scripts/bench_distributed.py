@@ -43,7 +43,7 @@ from specvocab_model.losses import Objective, step_weights
 from specvocab_model.options import positive, run_command, share
 from specvocab_model.target import default_feature_layers
 from specvocab_model.unroll import plan_unroll
-from train.launch import build_accelerator, leave
+from train.launch import build_accelerator, leave, limit_cpu_threads
 from train.memory import MemoryEstimate
 from train.optim import Updater, build_optimizer
 
@@ -169,6 +169,7 @@ def measure_strategy(args: argparse.Namespace) -> None:
         distributed=DistributedConfig(strategy=args.strategy, cpu=args.tiny),
     )
     accelerator = build_accelerator(config)
+    limit_cpu_threads(accelerator.device)
     torch.manual_seed(accelerator.process_index)
     model = build_draft(config, shape, accelerator.device)
     autocast = torch.autocast(accelerator.device.type, torch.bfloat16)  # inside the module, as train/build.py has it

@@ -33,6 +33,7 @@ from specvocab_model.losses import Objective, step_weights, valid_counts
 from specvocab_model.options import not_negative, positive, run_command, share
 from specvocab_model.target import default_feature_layers
 from specvocab_model.unroll import plan_unroll
+from train.launch import limit_cpu_threads
 from train.metrics import FlopsModel, count_parameters, peak_flops
 from train.optim import Updater, build_optimizer
 
@@ -80,6 +81,7 @@ def bench(args: argparse.Namespace) -> None:
                           heads=[4, 2], head_dim=16, layers=7, rank=6, repeats=2)
 
     device = Accelerator().device
+    limit_cpu_threads(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, {args.valid:.0%} valid, batch {args.batch}, bf16 over fp32 parameters")
     print(" ".join(f"{column:>17}" for column in COLUMNS))

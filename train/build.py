@@ -26,7 +26,7 @@ from specvocab_model.unroll import UnrollPlan, plan_unroll
 from specvocab_model.vocab import VocabMap, count_ids, most_frequent, special_ids
 from train.checkpoint import Checkpoints, TrainState
 from train.identity import run_identity
-from train.launch import build_accelerator
+from train.launch import build_accelerator, limit_cpu_threads
 from train.memory import MemoryEstimate, describe_step, resident_bytes
 from train.metrics import FlopsModel, IntervalMeter, peak_flops
 from train.optim import Updater, build_optimizer
@@ -143,6 +143,7 @@ def build_run(config: Config) -> Run:
         print(describe_step(config, accelerator.num_processes, sampler.steps_per_epoch, total_steps))
         print(estimate.describe(accelerator.device), flush=True)
     tracker = build_tracker(config, accelerator, state, target, data_sha256)
+    limit_cpu_threads(accelerator.device)  # last: a target is loaded, and cast, faster with several
     return Run(
         config=config,
         accelerator=accelerator,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from specvocab_model.config import Config, ConfigError, DistributedConfig, TrainerConfig
-from train.launch import check_launch, deepspeed_config
+from train.launch import check_launch, deepspeed_config, limit_cpu_threads
 
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "2"}
 
@@ -71,3 +72,15 @@ def test_deepspeed_leaves_weighting_to_the_loop():
     settings = deepspeed_config(config("zero3"))
     assert settings["gradient_accumulation_steps"] == 1 and settings["gradient_clipping"] == 0.5
     assert settings["zero_optimization"]["stage"] == 3 and "bf16" not in settings  # fp32 parameters
+
+
+def test_torch_has_one_thread_beside_a_gpu_and_all_of_them_without():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        limit_cpu_threads(torch.device("cpu"))
+        assert torch.get_num_threads() == 3
+        limit_cpu_threads(torch.device("cuda"))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
