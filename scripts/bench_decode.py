@@ -35,20 +35,21 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from data_gen.chat import encode_prompt
+from data_gen.files import writing
 from data_gen.prompts import Prompt, load_prompts
 from specvocab_model.config import ConfigError, DraftConfig, HeadConfig, TargetConfig
 from specvocab_model.decode import place_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.engine import DecodeEngine, DraftShape
-from specvocab_model.engine.shapes import width_for
 from specvocab_model.evaluation import first_differences
 from specvocab_model.heads import build_head
 from specvocab_model.measurement import Difference, Measurement
-from specvocab_model.options import draft_shape
+from specvocab_model.options import draft_shape, positive, run_command, temperature
 from specvocab_model.sampling import Sampling
 from specvocab_model.target import TORCH_DTYPES, Target, default_feature_layers, load_spec
 from specvocab_model.target_spec import TargetSpec
 
+SMALLEST_STEP = 64  # tokens; widths of attention are further apart (engine/shapes.py)
 REPEATS = 20  # of a part; the median counts
 CONTEXT_BATCH = 16  # prompts answered at a time where only the answers count
 NO_EOS = -1  # random targets never stop
@@ -57,22 +58,28 @@ ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = build_parser().parse_args(argv)
+    run_command(build_parser(), benchmark, argv)
+
+
+def benchmark(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        ConfigError: something is missing or does not belong together, or the figures cannot be written.
+    """
     if args.tiny:
         vars(args).update(random=True, vocab_size=211, hidden_size=48, intermediate_size=64, heads=[4, 2], head_dim=16,
                           layers=7, static_size=50, num_candidates=32, num_prompts=2, prompt_tokens=9,
                           max_new_tokens=12, shapes=[DraftShape(3), DraftShape(3, 3, 8)], dtype="float32")
     device = torch.device("cuda" if torch.cuda.is_available() and not args.cpu else "cpu")
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)  # no figures are lost to a folder that is not there
-    try:
-        target, drafts, turns = random_setting(args, device) if args.random else real_setting(args, device)
-        report = measure(args, target, drafts, turns)
-    except ConfigError as error:
-        raise SystemExit(f"bench_decode: {error}") from error
+        with writing(args.json):  # no figures are lost to a folder that is not there
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+    target, drafts, turns = random_setting(args, device) if args.random else real_setting(args, device)
+    report = measure(args, target, drafts, turns)
     print(table(report))
     if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        with writing(args.json):
+            args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -82,11 +89,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft", nargs="+", type=Path, default=[], help="exported checkpoints")
     parser.add_argument("--own-heads", action="store_true", help="the full head of the first draft only")
     parser.add_argument("--prompts", type=Path, help="jsonl, as eval.prompts")
-    parser.add_argument("--num-prompts", type=int, help="so many, evenly spaced over the file; by default all of them")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=1, help="turns decoded at a time")
+    parser.add_argument("--num-prompts", type=positive, help="so many, evenly spaced over the file; by default all")
+    parser.add_argument("--max-new-tokens", type=positive, default=256)
+    parser.add_argument("--batch", type=positive, default=1, help="turns decoded at a time")
     parser.add_argument("--shapes", nargs="+", type=draft_shape, default=[DraftShape(7), DraftShape(8, 10, 60)])
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=temperature, default=Sampling(), help="0 is greedy")
     parser.add_argument("--dtype", choices=sorted(TORCH_DTYPES), default="bfloat16")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel anew")
@@ -94,15 +101,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--random", action="store_true", help="random weights of the shape that follows")
     parser.add_argument("--tiny", action="store_true", help="the same, tiny")
-    parser.add_argument("--vocab-size", type=int, default=151936)
-    parser.add_argument("--hidden-size", type=int, default=4096)
-    parser.add_argument("--intermediate-size", type=int, default=12288)
-    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], help="attention heads, key-value heads")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--static-size", type=int, default=32768)
-    parser.add_argument("--num-candidates", type=int, default=2048)
-    parser.add_argument("--prompt-tokens", type=int, default=200)
+    parser.add_argument("--vocab-size", type=positive, default=151936)
+    parser.add_argument("--hidden-size", type=positive, default=4096)
+    parser.add_argument("--intermediate-size", type=positive, default=12288)
+    parser.add_argument("--heads", type=positive, nargs=2, default=[32, 8], help="attention heads, key-value heads")
+    parser.add_argument("--head-dim", type=positive, default=128)
+    parser.add_argument("--layers", type=positive, default=36)
+    parser.add_argument("--static-size", type=positive, default=32768)
+    parser.add_argument("--num-candidates", type=positive, default=2048)
+    parser.add_argument("--prompt-tokens", type=positive, default=200)
     return parser
 
 
@@ -153,7 +160,7 @@ def turns_of(target: Target, prompts: Sequence[Prompt], args: argparse.Namespace
             before = [turn for turn in turns if turn.number == number - 1 and turn.id in going_on]
             answer_all(target, before, answers, args)
         turns += [Turn(prompt.id, prompt.category, number,
-                       encode_prompt(target.tokenizer, prompt.conversation(answers[prompt.id]), {}))
+                       encode_prompt(target.tokenizer, prompt.conversation(answers[prompt.id]), tools=prompt.tools))
                   for prompt in open_prompts]
         open_prompts = [prompt for prompt in open_prompts if prompt.num_turns > number + 1]
     return turns
@@ -211,7 +218,7 @@ def measure(
     longest = max(len(turn.prompt_ids) for turn in turns)
     options: dict[str, Any] = {
         "capacity": longest + args.max_new_tokens, "batch_size": args.batch,
-        "sampling": Sampling(temperature=args.temperature), "graphs": not args.no_graphs,
+        "sampling": args.temperature, "graphs": not args.no_graphs,
     }
     plain = copy.copy(target)
     plain.compile_layers = False
@@ -235,7 +242,7 @@ def measure(
     return {
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "CPU",
         "torch": torch.__version__, "target": target.spec.name, "dtype": args.dtype, "batch": args.batch,
-        "temperature": args.temperature, "num_turns": len(turns), "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature.temperature, "num_turns": len(turns), "max_new_tokens": args.max_new_tokens,
         "results": {
             label: parts[label] | measured[label].to_dict() | {
                 "speed_up": measured[label].tokens_per_second / baseline, "milliseconds": times(engine, length)}
@@ -247,13 +254,12 @@ def measure(
 def decode(
     args: argparse.Namespace, target: Target, engines: dict[str, DecodeEngine], turns: Sequence[Turn]
 ) -> dict[str, Measurement]:
-    """All engines on every batch in turn, after a pass that captures the graphs of all lengths."""
+    """All engines on every batch in turn, after the graphs of all lengths are captured."""
     by_length = sorted(turns, key=lambda turn: len(turn.prompt_ids)) if args.batch > 1 else list(turns)
     batches = [by_length[start : start + args.batch] for start in range(0, len(turns), args.batch)]
     measured = {name: Measurement() for name in engines}
     for engine in tqdm(engines.values(), unit="engine", desc="warming up"):
-        for batch in of_every_width(batches):
-            engine.generate([turn.prompt_ids for turn in batch], max_new_tokens=args.max_new_tokens)
+        warm_up(engine, batches, args.max_new_tokens)
     for number, batch in enumerate(tqdm(batches, unit="batch", desc="decoding")):
         answers: dict[str, list[list[int]]] = {}  # plain decoding's are the first
         for name, engine in engines.items():
@@ -265,7 +271,7 @@ def decode(
             for turn, output in zip(batch, outputs, strict=True):
                 measured[name].add(turn.category, output, seconds / len(batch))
             answers[name] = [output.sequences for output in outputs]
-        if not args.temperature:
+        if args.temperature.greedy:
             note_differences(target, batch, answers, measured)
     return measured
 
@@ -286,12 +292,14 @@ def note_differences(
                 Difference(id=turn.id, turn=turn.number, position=position, top2_gap=gap))
 
 
-def of_every_width(batches: Sequence[Sequence[Turn]]) -> list[Sequence[Turn]]:
-    """For every width of attention a batch that starts with it, and the longest."""
-    lengths = {number: max(len(turn.prompt_ids) for turn in batch) for number, batch in enumerate(batches)}
-    longest = max(lengths, key=lengths.__getitem__)
-    firsts = {width_for(lengths[number], lengths[longest]): number for number in reversed(lengths)}
-    return [batches[number] for number in sorted({*firsts.values(), longest}, key=lengths.__getitem__)]
+def warm_up(engine: DecodeEngine, batches: Sequence[Sequence[Turn]], max_new_tokens: int) -> None:
+    """Capture what these batches will ask for: reading prompts by generating a token, rounds of every length."""
+    lengths = [max(len(turn.prompt_ids) for turn in batch) for batch in batches]
+    longest = batches[lengths.index(max(lengths))]
+    engine.generate([turn.prompt_ids for turn in longest], max_new_tokens=1)
+    for length in range(min(lengths), max(lengths) + max_new_tokens, SMALLEST_STEP):
+        for part in engine.parts(length).values():
+            part()
 
 
 def times(engine: DecodeEngine, length: int) -> dict[str, float]:

@@ -8,6 +8,7 @@ the draft in it. How candidates are selected may differ from training, what shap
     export.weights=best       the checkpoint with the best simulated tau on the validation data, not the last step
     export.own_lm_head=true   with a copy of the target's lm_head, for an engine that cannot share it
     export=speculators        in the layout of the library speculators, to output_dir/export-speculators/
+    export.output=FOLDER      there instead
 
 With ``head.quantization=fp8`` or ``int8`` the speculator's ``vocab_proj`` is rounded to 8 bits. Where the validation
 data are on this machine, the target then runs over some of them to say what that costs in candidate recall.
@@ -90,8 +91,9 @@ def export(config: Config) -> Path:
         config=training["config"],
         candidate_recall=recall,
     )
-    return save_checkpoint(output / FOLDERS[config.export.layout], model, spec, provenance,
-                           dtype=TORCH_DTYPES[config.target.dtype], layout=config.export.layout)
+    folder = Path(config.export.output or output / FOLDERS[config.export.layout])
+    return save_checkpoint(folder, model, spec, provenance, dtype=TORCH_DTYPES[config.target.dtype],
+                           layout=config.export.layout)
 
 
 def copy_lm_head(model: SpecVocabDraft, config: Config) -> None:

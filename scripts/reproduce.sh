@@ -41,7 +41,6 @@ experiment=(+experiment="$name" "target.model=$(quoted "$target")" "generation.p
   "eval.prompts=$(quoted "$questions")" ${EXTRA:-})
 steps=(${STEPS:+"trainer.max_steps=$STEPS"})
 batch=${BATCH:-16} data=data/$name results=outputs/${name}_results
-static_sizes=(16000 32000)
 
 fetch() { "$python" scripts/fetch_target.py "$target"; }
 
@@ -56,25 +55,30 @@ static() { # SIZE: the overrides of a draft that is trained with so many of the 
 train_static() { "$python" train/main.py "${experiment[@]}" "${steps[@]}" $(static "$1"); }
 
 # Beside the trained drafts, the first one with few candidates, with its weights in 8 bits, and with its head cut down to
-# the most frequent tokens.
+# the most frequent tokens. Side by side: most of each is Python starting.
 export_all() {
-  local size
-  export_as "${name}_few" "head.tile=$few_tile" head.keep=1
-  export_as "${name}_few_fp8" "head.tile=$few_tile" head.keep=1 head.quantization=fp8
-  "$python" scripts/export.py "${experiment[@]}"
-  for size in "${static_sizes[@]}"; do
-    "$python" scripts/export.py "${experiment[@]}" $(static "$size")
-    "$python" scripts/trim_vocab.py "outputs/$name/export" --target "$target" --data "$data/train" --size "$size" \
-      --output "outputs/${name}_pruned$size"
-  done
+  local few="head.tile=$few_tile head.keep=1"
+  together export_draft \
+    "export_draft $few export.output=outputs/${name}_few/export" \
+    "export_draft $few head.quantization=fp8 export.output=outputs/${name}_few_fp8/export" \
+    "export_draft $(static 16000)" "export_draft $(static 32000)"
+  together "prune 16000" "prune 32000"
 }
 
-export_as() { # FOLDER, overrides: the first draft, exported under another name
-  local folder=outputs/$1
-  shift
-  "$python" scripts/export.py "${experiment[@]}" "$@"
-  rm -rf "$folder" && mkdir -p "$folder"
-  mv "outputs/$name/export" "$folder/export"
+export_draft() { "$python" scripts/export.py "${experiment[@]}" "$@"; }
+
+prune() { # SIZE
+  "$python" scripts/trim_vocab.py "outputs/$name/export" --target "$target" --data "$data/train" --size "$1" \
+    --output "outputs/${name}_pruned$1"
+}
+
+together() { # COMMANDS, their words separated by spaces: all at once; fails if one does
+  local command pid pids=()
+  for command in "$@"; do
+    $command &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || die "see above: one of the commands that ran side by side failed"; done
 }
 
 made_from() { # WORDS of a command: prints them and, of files and folders among them, hashes that tell them from others
@@ -123,17 +127,19 @@ speed() { # one text at a time, an even choice of the questions
     --max-new-tokens 128 --shapes 7 8x10x60
 }
 
-tau() { # all questions, both turns
-  measure tau --draft "${speculative[@]}" "$static16" "$static32" "${pruned[@]}" --own-heads --batch "$batch" --shapes 7
+tau() { # all questions, both turns, answers as long as Spec-Bench lets them be
+  measure tau --draft "${speculative[@]}" "$static16" "$static32" "${pruned[@]}" --own-heads --batch "$batch" --shapes 7 \
+    --max-new-tokens 1024
 }
 
 tau_tree() { # a tree has eight times the drafts of a chain
-  measure tau_tree --draft "${speculative[@]}" "$static32" --own-heads --batch $(((batch + 1) / 2)) --shapes 8x10x60
+  measure tau_tree --draft "${speculative[@]}" "$static32" --own-heads --batch $(((batch + 1) / 2)) --shapes 8x10x60 \
+    --max-new-tokens 1024
 }
 
 tau_sampled() {
   measure tau_sampled --draft "${speculative[@]}" "$static16" "$static32" "${pruned[@]}" --own-heads \
-    --batch "$batch" --shapes 7 --temperature 1
+    --batch "$batch" --shapes 7 --max-new-tokens 1024 --temperature 1
 }
 
 report() {
@@ -151,6 +157,7 @@ report() {
 ablations() {
   local rank loss steps
   ablation base
+  ablation head_full head=full
   ablation init_random head.init=random
   ablation init_svd head.init=svd
   ablation aux_weight_0.001 trainer.aux_weight=0.001

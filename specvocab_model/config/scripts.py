@@ -38,6 +38,7 @@ class ExportConfig:
 
     layout: str = "eagle3"  # SafeAILab's and SpecForge's, in output_dir/export; speculators: in export-speculators
     own_lm_head: bool = False  # store a copy of the target's lm_head, for an engine that cannot share it
+    output: str | None = None  # the folder; null: output_dir/export or output_dir/export-speculators
     weights: str = "final"  # best: of the checkpoint with the best simulated tau on the validation data
 
     def __post_init__(self) -> None:

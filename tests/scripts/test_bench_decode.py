@@ -54,6 +54,15 @@ def test_shapes_that_are_none_are_refused(shape, capsys):
     assert "neither a chain's length nor DEPTHxTOP_KxTOKENS" in capsys.readouterr().err
 
 
-def test_what_is_missing_is_named():
-    with pytest.raises(SystemExit, match="--target, --draft and --prompts are all needed"):
+def test_what_is_missing_is_named(capsys):
+    with pytest.raises(SystemExit) as ended:
         bench_decode.main(["--cpu"])
+    assert ended.value.code == 2
+    assert "--target, --draft and --prompts are all needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--batch=0", "--max-new-tokens=0", "--temperature=-1", "--num-prompts=0"])
+def test_numbers_that_make_no_sense_are_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        bench_decode.main(["--tiny", option])
+    assert option.split("=")[0] in capsys.readouterr().err

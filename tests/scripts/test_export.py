@@ -129,6 +129,13 @@ def test_a_trained_static_head_is_exported(config):
         export.export(replace(config, head=HeadConfig(type="static", draft_vocab_size=41)))
 
 
+def test_another_folder_is_written_on_request(config, tmp_path):
+    folder = export.export(replace(config, export=ExportConfig(output=str(tmp_path / "a" / "draft"))))
+    assert folder == tmp_path / "a" / "draft"
+    load_checkpoint(folder, load_spec(config.target))
+    assert not (Path(config.output_dir) / "export").exists()
+
+
 def test_the_layout_of_speculators_has_a_folder_of_its_own(config):
     model = finish_training(config)
     export.export(config)

@@ -81,6 +81,18 @@ def test_relative_paths_are_those_of_the_caller_with_any_character(copy: Copy):
         "generation.prompt_files": [str(copy.data / "prompts.jsonl")]}
 
 
+def test_exports_run_side_by_side_and_one_that_fails_is_not_overlooked(copy: Copy):
+    code, complaints, commands = copy.run("export")
+    assert (code, complaints) == (0, "")
+    assert sum(command[0] == "scripts/export.py" for command in commands) == 5
+    assert {command[-1] for command in commands[5:]} == {
+        "outputs/smollm2_135m_pruned16000", "outputs/smollm2_135m_pruned32000"}
+    copy.python.write_text(PYTHON.replace("    run_name=", "    head.quantization=fp8) exit 1 ;;\n    run_name="))
+    code, complaints, commands = copy.run("export")
+    assert code == 2 and "one of the commands that ran side by side failed" in complaints
+    assert not any(command[0] == "scripts/trim_vocab.py" for command in commands)
+
+
 def test_what_is_wrong_is_said_before_anything_runs(copy: Copy):
     code, complaints, commands = copy.run("generate", prompts="none.jsonl")
     assert code == 2 and not commands and "there is no file none.jsonl (seen from " in complaints
@@ -104,4 +116,4 @@ def test_what_is_finished_is_done_again_where_it_would_be_another(copy: Copy):
     assert number("speed", "tau", QUESTIONS_OF_SPEED="40") == 1
     (copy.data / "questions.jsonl").write_text("another")
     assert number("tau") == 1
-    assert [number("ablations", ABLATION_STEPS=steps) for steps in ("500", "500", "100")] == [29, 0, 28]
+    assert [number("ablations", ABLATION_STEPS=steps) for steps in ("500", "500", "100")] == [31, 0, 30]
