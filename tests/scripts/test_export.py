@@ -130,6 +130,7 @@ def test_a_trained_static_head_is_exported(config):
 
 
 def test_another_folder_is_written_on_request(config, tmp_path):
+    finish_training(config)
     folder = export.export(replace(config, export=ExportConfig(output=str(tmp_path / "a" / "draft"))))
     assert folder == tmp_path / "a" / "draft"
     load_checkpoint(folder, load_spec(config.target))
