@@ -6,7 +6,7 @@ document the queries, the MLP and every later step are computed from its first s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,12 +57,16 @@ class UnrollPlan:
             pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
             return pinned.to(device, non_blocking=True)
 
+        return self.map(move)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> UnrollPlan:
+        """The plan with what ``function`` makes of each of its tensors."""
         spans, rows = self.unrolled.spans, self.rows
-        moved = Spans(move(spans.query_offsets), move(spans.key_offsets), spans.max_queries, spans.max_keys)
+        mapped = Spans(function(spans.query_offsets), function(spans.key_offsets), spans.max_queries, spans.max_keys)
         return UnrollPlan(
-            UnrolledPositions(move(self.unrolled.index), moved),
-            JudgedRows(move(rows.teacher), move(rows.student), move(rows.valid)),
-            move(self.student_at),
+            UnrolledPositions(function(self.unrolled.index), mapped),
+            JudgedRows(function(rows.teacher), function(rows.student), function(rows.valid)),
+            function(self.student_at),
         )
 
 

@@ -22,7 +22,6 @@ from specvocab_model.config import Config
 from specvocab_model.draft import SpecVocabDraft, TrainOutput
 from specvocab_model.losses import Objective
 from specvocab_model.target import Target
-from specvocab_model.unroll import UnrollPlan, plan_unroll
 from specvocab_model.vocab import VocabMap, count_ids, most_frequent, special_ids
 from train.checkpoint import Checkpoints, TrainState
 from train.identity import run_identity
@@ -66,12 +65,8 @@ class Run:
     def is_main(self) -> bool:
         return self.accelerator.is_main_process
 
-    def plan(self, batch: Batch) -> UnrollPlan:
-        """Which positions of ``batch``, still on the CPU, are unrolled and judged."""
-        return plan_unroll(batch.loss_mask, batch.document_ids, self.num_unroll_steps)
-
     def forward(
-        self, batch: Batch, plan: UnrollPlan, step_weights: Tensor, *, collect: bool, collect_drafts: bool = False
+        self, batch: Batch, step_weights: Tensor, *, collect: bool, collect_drafts: bool = False
     ) -> TrainOutput:
         """Target, then draft, on one micro-batch; ``step_weights`` [S] on the device."""
         on_cpu, batch = batch, batch.to(self.accelerator.device)
@@ -89,7 +84,7 @@ class Run:
             objective=self.objective,
             collect=collect,
             collect_drafts=collect_drafts,
-            plan=plan.to(self.accelerator.device),
+            plan=batch.plan,
         )
 
     def record(self, metrics: dict[str, float]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from specvocab_model.acceptance import AcceptanceSums, summarise
 from specvocab_model.losses import step_weights
-from specvocab_model.unroll import UnrollPlan
 from train.checkpoint import BEST_METRIC, save_final
 from train.metrics import peak_memory_gib
 from train.optim import learning_rate
@@ -71,8 +70,7 @@ def train_steps(run: Run) -> dict[str, float]:
     validation = validate_if_due(run)  # what a signal broke off
     meter.restart_clock()
     for micro_batches in run.train_loader:
-        plans = [run.plan(batch) for batch in micro_batches]
-        totals = step_totals(run, micro_batches, plans)
+        totals = step_totals(run, micro_batches)
         if totals.ranks_to_stop:
             raise Preempted
         state.step += 1
@@ -86,9 +84,9 @@ def train_steps(run: Run) -> dict[str, float]:
         weights = step_weights(run.objective, means_over).to(run.accelerator.device)
         losses: list[Tensor] = []
         sums = AcceptanceSums.zeros(run.num_unroll_steps, run.accelerator.device)
-        for index, (batch, plan) in enumerate(zip(micro_batches, plans, strict=True)):
+        for index, batch in enumerate(micro_batches):
             with run.updater.micro_step(last=index == len(micro_batches) - 1):
-                output = run.forward(batch, plan, weights, collect=should_log)
+                output = run.forward(batch, weights, collect=should_log)
                 run.updater.backward(output.loss)
             losses.append(output.loss.detach())
             sums = sums if output.sums is None else sums + output.sums
@@ -141,13 +139,13 @@ def validate_if_due(run: Run) -> dict[str, float]:
     return metrics
 
 
-def step_totals(run: Run, micro_batches: list[Batch], plans: list[UnrollPlan]) -> StepTotals:
+def step_totals(run: Run, micro_batches: list[Batch]) -> StepTotals:
     """Count one optimizer step's positions, and the ranks that were asked to stop, in one sum over all ranks."""
     counts = torch.zeros(run.num_unroll_steps + 4, dtype=torch.int64)
-    for batch, plan in zip(micro_batches, plans, strict=True):
-        counts[:-4] += plan.rows.valid.sum(1)
+    for batch in micro_batches:
+        counts[:-4] += batch.plan.rows.valid.sum(1)
         counts[-4] += (batch.document_ids != PADDING_DOCUMENT).sum()
-        counts[-3] += len(plan.unrolled.index)
+        counts[-3] += len(batch.plan.unrolled.index)
         counts[-2] += batch.num_slots
     counts[-1] = requested()
     counts = run.accelerator.reduce(counts.to(run.accelerator.device), "sum").cpu()

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data_gen.features import FeatureStore
 from specvocab_model.config import ConfigError
+from specvocab_model.unroll import UnrollPlan, plan_unroll
 from train.preemption import blocked
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 PADDING_DOCUMENT = -1
 MIN_TRIMMED_LEN = 16
+ALIGNMENT = 16  # bytes, of the tensors within a storage
 
 PackedRow = np.ndarray  # int64 [n, 3]: (data set row, first token, number of tokens) of each document in it
 StepPlan = list[list[PackedRow]]  # one rank's micro-batches of one optimizer step
@@ -124,6 +126,7 @@ class Batch:
     loss_mask: Tensor  # [B, T] int64, 1 where the token is supervised
     num_slots: int  # token slots of its rows, padding included, before any trimming
     row_ids: tuple[str, ...]  # ids of the data set rows in it
+    plan: UnrollPlan  # which of its positions are unrolled and judged
     features: Tensor | None = None  # [B, T, 3d] of the target, zero in padding, where they are read from disk
     final_hidden: Tensor | None = None  # [B, T, d], likewise
 
@@ -131,22 +134,51 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> Batch:
+        """Asynchronous where it lies in pinned memory."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def in_one_storage(self) -> Batch:
+        """The same, in memory that one worker's message hands over.
+
+        Every storage costs the receiving process a file descriptor and the sender an answer: for the eleven tensors
+        of a batch of 4 x 2048 tokens 9 ms of the receiver's CPU time, for one storage 2.
+        """
+        tensors: list[Tensor] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        self._map(note)
+        views = iter(views_of_one(tensors))
+        return self._map(lambda tensor: next(views))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         tensors = ((entry.name, getattr(self, entry.name)) for entry in fields(self))
         moved: dict[str, Any] = {name: function(value) for name, value in tensors if isinstance(value, Tensor)}
-        return replace(self, **moved)
+        return replace(self, **moved, plan=self.plan.map(function))
+
+
+def views_of_one(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies of ``tensors`` that share one storage."""
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+    parts = torch.empty(sum(sizes), dtype=torch.uint8).split(sizes)
+    return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            for part, tensor in zip(parts, tensors, strict=True)]
 
 
 @dataclass(kw_only=True, eq=False)
 class PackedDataset(Dataset[list[Batch]]):
-    """Assembles the micro-batches of a step; the index is the step's plan, so workers need no state."""
+    """Assembles the micro-batches of a step; the index is the step's plan, so workers need no state.
+
+    They plan the unroll too: it takes milliseconds, in which the process that trains would start nothing on its GPU.
+    """
 
     rows: Rows  # as load_rows gives it, memory-mapped
     seq_len: int
     micro_batch_size: int
     pad_token_id: int
+    num_unroll_steps: int
     # Cut the columns that are padding in every row, and leave out rows that are all padding. Saves work where shapes
     # are free (CPU); a GPU runs faster when every micro-batch has the same shape.
     trim: bool
@@ -182,16 +214,18 @@ class PackedDataset(Dataset[list[Batch]]):
                 row_ids.append(str(names[row]))
                 end += length
             position_ids[index, end:] = np.arange(width - end)
-        return Batch(
+        documents, mask = torch.from_numpy(document_ids), torch.from_numpy(loss_mask)
+        batch = Batch(
             input_ids=torch.from_numpy(input_ids),
             position_ids=torch.from_numpy(position_ids),
-            document_ids=torch.from_numpy(document_ids),
-            loss_mask=torch.from_numpy(loss_mask),
-            features=features,
-            final_hidden=final_hidden,
+            document_ids=documents,
+            loss_mask=mask,
             num_slots=len(packed) * self.seq_len,
             row_ids=tuple(row_ids),
+            plan=plan_unroll(mask, documents, self.num_unroll_steps),
         )
+        # Features are large: they are not copied once more.
+        return replace(batch.in_one_storage(), features=features, final_hidden=final_hidden)
 
 
 def check_rows(rows: Rows, path: str, vocab_size: int) -> None:

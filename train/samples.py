@@ -53,15 +53,13 @@ def by_start(drafts: Tensor, plan: UnrollPlan, num_positions: int) -> Tensor:
     return placed.scatter_(1, torch.where(rows.valid, rows.student, num_positions), drafts)[:, :-1]
 
 
-def make_samples(
-    batch: Batch, drafts: Tensor, plan: UnrollPlan, tokenizer: PreTrainedTokenizerBase, count: int
-) -> list[Sample]:
+def make_samples(batch: Batch, drafts: Tensor, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Sample]:
     """The first ``count`` documents of a batch in which anything was drafted.
 
     Args:
-        batch, plan: on the CPU; ``drafts`` [S, N] as in ``by_start``.
+        batch: on the CPU; ``drafts`` [S, N] as in ``by_start``.
     """
-    drafted = by_start(drafts.cpu(), plan, batch.input_ids.numel()).unflatten(1, batch.input_ids.shape)
+    drafted = by_start(drafts.cpu(), batch.plan, batch.input_ids.numel()).unflatten(1, batch.input_ids.shape)
     samples = []
     names = iter(batch.row_ids)
     for row in range(batch.input_ids.shape[0]):

@@ -54,6 +54,7 @@ def open_data(
         seq_len=seq_len,
         micro_batch_size=config.trainer.micro_batch_size,
         pad_token_id=target.spec.pad_token_id,
+        num_unroll_steps=config.draft.num_unroll_steps,
         trim=accelerator.device.type == "cpu",
         features=features,
     )

@@ -34,14 +34,13 @@ def validate(run: Run) -> tuple[dict[str, float], list[Sample]]:
             run.model.train()
             raise Preempted
         for batch in micro_batches:
-            plan = run.plan(batch)
-            output = run.forward(batch, plan, unweighted, collect=True, collect_drafts=samples is None)
+            output = run.forward(batch, unweighted, collect=True, collect_drafts=samples is None)
             assert output.sums is not None
             sums = sums + output.sums
             if samples is None:
                 assert output.drafts is not None
                 tokenizer = run.target.tokenizer
-                samples = make_samples(batch, output.drafts, plan, tokenizer, num_samples) if run.is_main else []
+                samples = make_samples(batch, output.drafts, tokenizer, num_samples) if run.is_main else []
     run.model.train()
     total = run.accelerator.reduce(sums.stack(), "sum")
     return summarise(AcceptanceSums.unstack(total)), samples or []

@@ -54,7 +54,7 @@ def test_the_data_has_a_partial_last_group_and_a_row_without_valid_positions(roo
 def test_positions_are_counted_over_the_step(root):
     run = run_of(root, "counted")
     batches = next(iter(run.train_loader))
-    counts, num_tokens, num_unrolled, num_slots, _ = step_totals(run, batches, [run.plan(one) for one in batches])
+    counts, num_tokens, num_unrolled, num_slots, _ = step_totals(run, batches)
     assert counts.tolist() == sum(valid_counts(one.loss_mask, one.document_ids, 3) for one in batches).tolist()
     assert num_slots == 4 * SEQ_LEN
     assert num_tokens == sum(int((one.document_ids >= 0).sum()) for one in batches)
@@ -78,7 +78,7 @@ def test_the_objective_is_a_mean_over_all_positions_of_the_step(root, normalizat
     sums, num_slots = AcceptanceSums.zeros(3), 0
     for batch in next(iter(run.train_loader)):
         with torch.no_grad():
-            sums = sums + run.forward(batch, run.plan(batch), torch.ones(3), collect=True).sums
+            sums = sums + run.forward(batch, torch.ones(3), collect=True).sums
         num_slots += batch.input_ids.shape[0] * SEQ_LEN
     mean_over = sums.count if normalization == "valid" else torch.full_like(sums.count, num_slots)
     expected = (0.8 ** torch.arange(3) * (sums.loss + 0.1 * sums.aux_loss) / mean_over).sum()

@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from specvocab_model.losses import valid_counts
+from specvocab_model.unroll import plan_unroll
 from tests.train.runs import config_of, overrides
 from train.build import build_run
 from train.metrics import FlopsModel, IntervalMeter
@@ -19,16 +20,18 @@ def test_flops_are_those_of_torchs_counter(root, prompt, head):
     """``prompt``: tokens of each document that are not supervised. From 4 on, all 3 steps predict every other one."""
     run = build_run(config_of(overrides(root, f"flops-{prompt}-{head}", f"head={head}")))
     length = 16
+    loss_mask, document_ids = (torch.arange(length) >= prompt).long().repeat(6, 1), torch.zeros(6, length).long()
     batch = Batch(
         input_ids=torch.randint(0, 200, (6, length)),
         position_ids=torch.arange(length).repeat(6, 1),
-        document_ids=torch.zeros(6, length, dtype=torch.long),
-        loss_mask=(torch.arange(length) >= prompt).long().repeat(6, 1),
+        document_ids=document_ids,
+        loss_mask=loss_mask,
         num_slots=6 * length,
         row_ids=(),
+        plan=plan_unroll(loss_mask, document_ids, 3),
     )
     with FlopCounterMode(display=False) as counter:
-        run.forward(batch, run.plan(batch), torch.ones(3), collect=False).loss.backward()
+        run.forward(batch, torch.ones(3), collect=False).loss.backward()
     counts = valid_counts(batch.loss_mask, batch.document_ids, 3)
     num_unrolled = 6 * (length - (prompt - 4))  # from 2 + 2 positions before the first supervised token
     modelled = FlopsModel.of(run.target, run.model).step(6 * length, num_unrolled, counts)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from data_gen.rows import SCHEMA
 from data_gen.shards import ShardWriter, document_lengths, split_documents
 from specvocab_model.config import ConfigError
+from specvocab_model.unroll import UnrollPlan, plan_unroll
 from train import preemption
 from train.packing import (
     PADDING_DOCUMENT,
@@ -50,7 +51,7 @@ def sampler_of(lengths: list[int], **changes) -> StepSampler:
 
 def dataset_of(lengths: list[int], *, trim: bool = False, micro_batch_size: int = 1) -> PackedDataset:
     return PackedDataset(rows=rows_of(lengths), seq_len=SEQ_LEN, micro_batch_size=micro_batch_size,
-                         pad_token_id=999_999, trim=trim)
+                         pad_token_id=999_999, num_unroll_steps=3, trim=trim)
 
 
 @given(lengths=LENGTHS, seed=st.integers(0, 5))
@@ -175,6 +176,21 @@ def test_loader_with_workers_gives_what_the_dataset_gives_and_leaves_the_random_
     for batches, plan in zip(loaded, sampler, strict=True):
         for batch, expected in zip(batches, dataset[plan], strict=True):
             assert torch.equal(batch.input_ids, expected.input_ids) and batch.row_ids == expected.row_ids
+            assert tensors_of(batch.plan) == tensors_of(plan_unroll(batch.loss_mask, batch.document_ids, 3))
+
+
+def tensors_of(plan: UnrollPlan) -> list[list]:
+    tensors: list[torch.Tensor] = []
+    plan.map(lambda tensor: tensors.append(tensor) or tensor)
+    return [tensor.tolist() for tensor in tensors]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_a_worker_hands_a_micro_batch_over_in_one_storage(num_rows):
+    (batch,) = dataset_of([9])[[[np.array([[0, 0, 9]])] * num_rows]]
+    storages, kinds = set(), set()
+    batch._map(lambda tensor: storages.add(tensor.untyped_storage().data_ptr()) or kinds.add(tensor.dtype) or tensor)
+    assert len(storages) == 1 and kinds == {torch.int64, torch.int32, torch.bool}
 
 
 @pytest.mark.parametrize("number", preemption.SIGNALS)
@@ -245,12 +261,12 @@ def test_data_larger_than_the_memory_for_it_are_streamed(tmp_path):
                 rows_per_shard=per_shard, vocab_size=50_000, stop_token_ids=()).finalise()
     code = """
 rows = load_rows(sys.argv[1])
-next(iter(PackedDataset(rows=rows, seq_len=4096, micro_batch_size=1, pad_token_id=0, trim=False)[[[]]]))
+dataset = PackedDataset(rows=rows, seq_len=4096, micro_batch_size=1, pad_token_id=0, num_unroll_steps=3, trim=False)
+next(iter(dataset[[[]]]))
 before = own_memory()
 check_rows(rows, "", 50_000)
 sampler = StepSampler(split_documents(document_lengths(rows), 4096), 4096, seed=0, rank=0, world_size=1,
                       micro_batch_size=1, accumulation=1)
-dataset = PackedDataset(rows=rows, seq_len=4096, micro_batch_size=1, pad_token_id=0, trim=False)
 highest = num_tokens = 0
 for plan in sampler:
     num_tokens += sum(int((batch.document_ids >= 0).sum()) for batch in dataset[plan])

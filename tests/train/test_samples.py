@@ -23,18 +23,20 @@ def batch_of(*documents: list[int], num_prompt: int) -> Batch:
     """One row; the first ``num_prompt`` tokens of each document are its prompt."""
     ids = torch.tensor([[token for document in documents for token in document]])
     lengths = [len(document) for document in documents]
+    document_ids = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])[None]
+    loss_mask = torch.cat([(torch.arange(length) >= num_prompt).long() for length in lengths])[None]
     return Batch(
         input_ids=ids,
         position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
-        document_ids=torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])[None],
-        loss_mask=torch.cat([(torch.arange(length) >= num_prompt).long() for length in lengths])[None],
+        document_ids=document_ids,
+        loss_mask=loss_mask,
         num_slots=ids.numel(),
         row_ids=tuple(f"row-{number}" for number in range(len(documents))),
+        plan=plan_unroll(loss_mask, document_ids, STEPS),
     )
 
 
 def drafts_of(model: SpecVocabDraft, target, batch: Batch):
-    plan = plan_unroll(batch.loss_mask, batch.document_ids, STEPS)
     seen = target.forward(batch.input_ids, position_ids=batch.position_ids)
     with torch.no_grad():
         output = model(
@@ -42,7 +44,7 @@ def drafts_of(model: SpecVocabDraft, target, batch: Batch):
             lm_head_weight=target.lm_head_weight, position_ids=batch.position_ids, document_ids=batch.document_ids,
             loss_mask=batch.loss_mask, step_weights=torch.ones(STEPS), objective=OBJECTIVE, collect_drafts=True,
         )
-    return output.drafts, plan
+    return output.drafts
 
 
 @pytest.mark.parametrize("head", ["speculative", "full"])
@@ -66,8 +68,8 @@ def test_rounds_are_those_of_real_decoding(tmp_path, head):
         expected.append(output.accepted_per_round)
     # Prefill emits the first answer token, from which on there are drafts: it counts as prompt here.
     batch = batch_of(*documents, num_prompt=7)
-    drafts, plan = drafts_of(model, target, batch)
-    samples = make_samples(batch, drafts, plan, target.tokenizer, count=4)
+    drafts = drafts_of(model, target, batch)
+    samples = make_samples(batch, drafts, target.tokenizer, count=4)
     assert [sample.id for sample in samples] == [f"row-{number}" for number in range(4)]
     assert sum(map(sum, expected)) > 5
     for sample, document, accepted in zip(samples, documents, expected, strict=True):
@@ -91,9 +93,9 @@ def test_pieces_are_the_whole_text_and_split_no_character():
     tokenizer = tiny_tokenizer()
     ids = tokenizer.encode("Ask: käse, 日本 \U0001f9c0!", add_special_tokens=False)
     batch = batch_of(ids, num_prompt=5)
-    plan = plan_unroll(batch.loss_mask, batch.document_ids, STEPS)
-    drafts = torch.where(torch.rand(plan.rows.valid.shape) < 0.6, batch.input_ids[0, plan.rows.teacher + 1], 33)
-    (sample,) = make_samples(batch, drafts, plan, tokenizer, count=3)
+    rows = batch.plan.rows
+    drafts = torch.where(torch.rand(rows.valid.shape) < 0.6, batch.input_ids[0, rows.teacher + 1], 33)
+    (sample,) = make_samples(batch, drafts, tokenizer, count=3)
     assert "".join(text for kind, text in sample.pieces if kind != "rejected") == tokenizer.decode(ids)
     assert "�" not in "".join(text for kind, text in sample.pieces)
     assert sample.pieces[0] == ("prompt", "Ask: ")
@@ -102,7 +104,7 @@ def test_pieces_are_the_whole_text_and_split_no_character():
 
 def test_documents_without_a_draft_are_no_samples():
     batch = batch_of([1, 2, 3], [1, 2, 3, 4], num_prompt=3)
-    plan = plan_unroll(batch.loss_mask, batch.document_ids, STEPS)
-    drafts = torch.zeros(plan.rows.valid.shape, dtype=torch.int64)
-    (sample,) = make_samples(batch, drafts, plan, tiny_tokenizer(), count=2)
+    rows = batch.plan.rows
+    drafts = torch.zeros(rows.valid.shape, dtype=torch.int64)
+    (sample,) = make_samples(batch, drafts, tiny_tokenizer(), count=2)
     assert sample.id == "row-1" and isinstance(sample, Sample)
