@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.functional import linear, pad
 
 from specvocab_model.attention import UnrollMemory
 from specvocab_model.layers import rotate
+from specvocab_model.transfers import send
 
 if TYPE_CHECKING:
     from specvocab_model.draft import Draft
@@ -52,12 +54,7 @@ class UnrollPlan:
 
     def to(self, device: torch.device) -> UnrollPlan:
         """Asynchronous, through pinned memory, from the CPU to a GPU."""
-
-        def move(tensor: Tensor) -> Tensor:
-            pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
-            return pinned.to(device, non_blocking=True)
-
-        return self.map(move)
+        return self.map(partial(send, device=device))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> UnrollPlan:
         """The plan with what ``function`` makes of each of its tensors."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from specvocab_model.target import Target
 from specvocab_model.vocab import VocabMap, count_ids, most_frequent, special_ids
 from train.checkpoint import Checkpoints, TrainState
 from train.identity import run_identity
-from train.launch import build_accelerator, limit_cpu_threads
+from train.launch import build_accelerator, host_sum, limit_cpu_threads
 from train.memory import MemoryEstimate, describe_step, resident_bytes
 from train.metrics import FlopsModel, IntervalMeter, peak_flops
 from train.optim import Updater, build_optimizer
@@ -47,6 +47,7 @@ class Run:
     model: nn.Module  # SpecVocabDraft, wrapped by DDP or DeepSpeed
     objective: Objective
     updater: Updater
+    sum_over_ranks: Callable[[Tensor], Tensor]  # of tensors on the CPU, see launch.host_sum
     train_loader: DataLoader
     validation_loader: DataLoader
     steps_per_epoch: int
@@ -126,8 +127,7 @@ def build_run(config: Config) -> Run:
     estimate = MemoryEstimate.of(config, model, resident_bytes(target, config), accelerator.num_processes)
     flops_model, peak = FlopsModel.of(target, model), peak_flops(accelerator.device)
     prepared, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
-    updater = Updater(accelerator, prepared, optimizer, config.optim.max_grad_norm,
-                      skip_non_finite=config.trainer.skip_non_finite > 0)
+    updater = Updater(accelerator, prepared, optimizer, config.optim.max_grad_norm)
     state = TrainState() if resume_from is None else checkpoints.restore(resume_from, updater)
 
     train_loader, sampler = build_loader(config, accelerator, train_data, train_pieces, training=True)
@@ -147,6 +147,7 @@ def build_run(config: Config) -> Run:
         model=prepared,
         objective=build_objective(config, target),
         updater=updater,
+        sum_over_ranks=host_sum(accelerator, config.distributed.timeout_s),
         train_loader=train_loader,
         validation_loader=validation_loader,
         steps_per_epoch=sampler.steps_per_epoch,

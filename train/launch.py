@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from torch import Tensor
 from transformers.integrations import unset_hf_deepspeed_config
 
 from specvocab_model.config import Config, ConfigError
@@ -56,6 +58,26 @@ def limit_cpu_threads(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.set_num_threads(1)
+
+
+def host_sum(accelerator: Accelerator, timeout_s: int) -> Callable[[Tensor], Tensor]:
+    """A function that adds up a tensor on the CPU over all ranks. All of them call it, as they call this one.
+
+    Through the GPUs the sum would be known only when they have finished what was launched before. So ranks on GPUs
+    have a second process group for it, of gloo.
+    """
+    if accelerator.num_processes == 1:
+        return lambda own: own
+    group = dist.group.WORLD
+    if accelerator.device.type == "cuda":
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def total(own: Tensor) -> Tensor:
+        summed = own.clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    return total
 
 
 def without_compiled_communication() -> None:

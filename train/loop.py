@@ -13,7 +13,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specvocab_model.acceptance import AcceptanceSums, summarise
+from specvocab_model.config import TrainerConfig
 from specvocab_model.losses import step_weights
+from specvocab_model.transfers import Readback, send
 from train.checkpoint import BEST_METRIC, save_final
 from train.metrics import peak_memory_gib
 from train.optim import learning_rate
@@ -37,6 +39,17 @@ class StepTotals(NamedTuple):
     unrolled: int  # positions
     slots: int  # of tokens, with padding
     ranks_to_stop: int  # that were sent a signal
+
+
+class LaunchedStep(NamedTuple):
+    """An optimizer step that a GPU may still be at."""
+
+    number: int
+    totals: StepTotals
+    row_ids: list[tuple[str, ...]]  # of this rank's micro-batches
+    losses: list[Tensor]  # likewise
+    sums: AcceptanceSums  # of this rank
+    outcome: Readback  # objective and gradient norm, over all ranks
 
 
 def train(run: Run) -> None:
@@ -69,39 +82,29 @@ def train_steps(run: Run) -> dict[str, float]:
     run.model.train()
     validation = validate_if_due(run)  # what a signal broke off
     meter.restart_clock()
+    launched: LaunchedStep | None = None
     for micro_batches in run.train_loader:
         totals = step_totals(run, micro_batches)
         if totals.ranks_to_stop:
+            settle(run, launched)
             raise Preempted
         state.step += 1
         lr = learning_rate(state.step, run.total_steps, config.optim)
         is_last = state.step == run.total_steps
         should_log = is_last or state.step % config.trainer.log_every == 0
 
-        # Step: every unroll step's mean is over all its valid positions, of all ranks and micro-batches.
-        per_valid = config.trainer.loss_normalization == "valid"
-        means_over = totals.valid if per_valid else torch.full_like(totals.valid, totals.slots)
-        weights = step_weights(run.objective, means_over).to(run.accelerator.device)
-        losses: list[Tensor] = []
-        sums = AcceptanceSums.zeros(run.num_unroll_steps, run.accelerator.device)
-        for index, batch in enumerate(micro_batches):
-            with run.updater.micro_step(last=index == len(micro_batches) - 1):
-                output = run.forward(batch, weights, collect=should_log)
-                run.updater.backward(output.loss)
-            losses.append(output.loss.detach())
-            sums = sums if output.sums is None else sums + output.sums
-        grad_norm = run.updater.step(lr)
-        objective = float(run.accelerator.reduce(torch.stack(losses).sum(), "sum"))
+        # Step. What comes of it is read when the next one is launched, so that a GPU has work meanwhile; or at once,
+        # where it is asked for.
+        newest = launch_step(run, micro_batches, totals, lr, collect=should_log)
+        settle(run, launched)
+        launched, grad_norm = newest, None
         progress.update()
-        is_finite = math.isfinite(objective) and math.isfinite(grad_norm)
-        if is_finite:
-            meter.update(objective, totals.tokens, totals.unrolled, totals.valid)
-        else:
-            skip_or_stop(run, micro_batches, losses, objective, grad_norm)
+        if should_log or is_due(state.step, config.trainer):
+            launched, grad_norm = None, settle(run, newest)
 
         # Log.
-        if should_log and is_finite:
-            total = AcceptanceSums.unstack(run.accelerator.reduce(sums.stack(), "sum"))
+        if should_log and grad_norm is not None:
+            total = AcceptanceSums.unstack(run.accelerator.reduce(newest.sums.stack(), "sum"))
             metrics = {f"train/{name}": value for name, value in summarise(total).items()}
             metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm, "epoch": state.step / run.steps_per_epoch,
                         "optim/skipped_steps": state.skipped_steps}
@@ -121,6 +124,55 @@ def train_steps(run: Run) -> dict[str, float]:
             meter.restart_clock()
     progress.close()
     return validation
+
+
+def launch_step(
+    run: Run, micro_batches: list[Batch], totals: StepTotals, lr: float, *, collect: bool
+) -> LaunchedStep:
+    """Forward, backward and update, without waiting for a GPU that computes them.
+
+    Every unroll step's mean is over all its valid positions, of all ranks and micro-batches.
+    """
+    device = run.accelerator.device
+    per_valid = run.config.trainer.loss_normalization == "valid"
+    means_over = totals.valid if per_valid else torch.full_like(totals.valid, totals.slots)
+    weights = send(step_weights(run.objective, means_over), device)
+    losses: list[Tensor] = []
+    sums = AcceptanceSums.zeros(run.num_unroll_steps, device)
+    for index, batch in enumerate(micro_batches):
+        with run.updater.micro_step(last=index == len(micro_batches) - 1):
+            output = run.forward(batch, weights, collect=collect)
+            run.updater.backward(output.loss)
+        losses.append(output.loss.detach())
+        sums = sums if output.sums is None else sums + output.sums
+    grad_norm = run.updater.step(lr)
+    objective = run.accelerator.reduce(torch.stack(losses).sum(), "sum")
+    outcome = Readback(torch.stack([objective.double(), grad_norm.double()]))
+    outcome.start()
+    row_ids = [batch.row_ids for batch in micro_batches]
+    return LaunchedStep(run.state.step, totals, row_ids, losses, sums, outcome)
+
+
+def settle(run: Run, launched: LaunchedStep | None) -> float | None:
+    """Wait for a step and count it; its gradient norm, or None where it has changed nothing or there is none.
+
+    Raises:
+        NonFiniteError: as ``skip_or_stop``.
+    """
+    if launched is None:
+        return None
+    objective, grad_norm = launched.outcome.wait()
+    if not (math.isfinite(objective) and math.isfinite(grad_norm)):
+        skip_or_stop(run, launched, objective, grad_norm)
+        return None
+    totals = launched.totals
+    run.meter.update(objective, totals.tokens, totals.unrolled, totals.valid)
+    return grad_norm
+
+
+def is_due(step: int, trainer: TrainerConfig) -> bool:
+    """Whether the validation data are measured, or a checkpoint written, after this step; besides the last one."""
+    return step % trainer.validate_every == 0 or step % trainer.save_every == 0
 
 
 def validate_if_due(run: Run) -> dict[str, float]:
@@ -148,7 +200,7 @@ def step_totals(run: Run, micro_batches: list[Batch]) -> StepTotals:
         counts[-3] += len(batch.plan.unrolled.index)
         counts[-2] += batch.num_slots
     counts[-1] = requested()
-    counts = run.accelerator.reduce(counts.to(run.accelerator.device), "sum").cpu()
+    counts = run.sum_over_ranks(counts)
     return StepTotals(counts[:-4], *counts[-4:].tolist())
 
 
@@ -158,9 +210,7 @@ def highest_peak_memory(run: Run) -> float:
     return float(run.accelerator.gather(own).max())
 
 
-def skip_or_stop(
-    run: Run, micro_batches: list[Batch], losses: list[Tensor], objective: float, grad_norm: float
-) -> None:
+def skip_or_stop(run: Run, launched: LaunchedStep, objective: float, grad_norm: float) -> None:
     """Name the ranks and data set rows that a loss or gradient that is not finite came from.
 
     Both numbers are global, so all ranks decide alike; where every loss is finite, all rows of the step are suspects.
@@ -169,13 +219,13 @@ def skip_or_stop(
         NonFiniteError: the run has skipped as many steps as it may.
     """
     state, limit = run.state, run.config.trainer.skip_non_finite
-    own = [(run.accelerator.process_index, bool(torch.isfinite(loss)), batch.row_ids)
-           for loss, batch in zip(losses, micro_batches, strict=True)]
+    own = [(run.accelerator.process_index, bool(torch.isfinite(loss)), row_ids)
+           for loss, row_ids in zip(launched.losses, launched.row_ids, strict=True)]
     everyone = gather_object(own)
     suspects = [entry for entry in everyone if not entry[1]] or everyone
     ranks = sorted({rank for rank, _, _ in suspects})
     rows = [row for _, _, row_ids in suspects for row in row_ids]
-    found = (f"step {state.step}: loss {objective}, gradient norm {grad_norm}; on ranks {ranks}, "
+    found = (f"step {launched.number}: loss {objective}, gradient norm {grad_norm}; on ranks {ranks}, "
              f"rows {', '.join(rows)}. ")
     if state.skipped_steps == limit:
         raise NonFiniteError(f"{found}Lower optim.lr or look at these rows; the last checkpoint is from before this "

@@ -66,16 +66,12 @@ class Updater:
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer, max_grad_norm: float, *,
-        skip_non_finite: bool = False,
+        self, accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer, max_grad_norm: float
     ) -> None:
         """
         Args:
             model: a module, or DeepSpeed's engine around one; it and ``optimizer`` come from ``prepare``.
-            skip_non_finite: make no update where the gradient's norm is not finite. The host then waits for the norm
-                before it launches the update; else the weights are lost, and the run must stop.
         """
-        self.skip_non_finite = skip_non_finite
         self.accelerator = accelerator
         self.model = model
         self.optimizer = optimizer
@@ -102,21 +98,26 @@ class Updater:
         else:
             loss.backward()
 
-    def step(self, lr: float) -> float:
-        """Clip, update, clear. Returns the global gradient norm before clipping; equal on all ranks.
+    def step(self, lr: float) -> Tensor:
+        """Clip, update, clear. Returns the global gradient norm before clipping, on the device; equal on all ranks.
 
-        Where it is not finite, weights and moments stay as they were with ``skip_non_finite`` or under DeepSpeed.
+        Where it is not finite, weights and moments stay as they were. The host does not wait for it (under DeepSpeed it
+        does, inside).
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self.deepspeed:  # clips by its own config, see launch.deepspeed_config, and skips what is not finite
             self.model.step()
-            return float(self.model.get_global_grad_norm())
+            norm = self.model.get_global_grad_norm()
+            return torch.as_tensor(norm, dtype=torch.float64, device=self.accelerator.device)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-        if not self.skip_non_finite or math.isfinite(float(norm)):
+        if self.optimizer.defaults["fused"]:  # its kernel changes nothing, nor counts the step, where this is 1
+            self.optimizer.optimizer.found_inf = (~norm.isfinite()).float()
+            self.optimizer.step()
+        elif norm.isfinite():
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        return norm
 
     def gather_weights(self) -> dict[str, Tensor]:
         """All weights by name, whole, on the CPU of rank 0; empty elsewhere. Called by all ranks."""

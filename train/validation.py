@@ -47,4 +47,4 @@ def validate(run: Run) -> tuple[dict[str, float], list[Sample]]:
 
 
 def any_rank_must_stop(run: Run) -> bool:
-    return bool(run.accelerator.reduce(torch.tensor(int(requested()), device=run.accelerator.device), "sum"))
+    return bool(run.sum_over_ranks(torch.tensor(int(requested()))))

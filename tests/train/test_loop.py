@@ -8,10 +8,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 
+from data_gen.make_features import make_features
 from specvocab_model.acceptance import AcceptanceSums
-from specvocab_model.config import ConfigError
+from specvocab_model.config import ConfigError, OptimConfig
 from specvocab_model.losses import valid_counts
+from tests.composing import config_of
 from tests.train.runs import (
     NUM_TRAIN_ROWS,
     RARE_ROW,
@@ -20,10 +23,13 @@ from tests.train.runs import (
     final_weights,
     largest_difference,
     logged,
+    overrides,
     run_of,
 )
 from train.build import Run
-from train.loop import NonFiniteError, step_totals, train
+from train.loop import NonFiniteError, launch_step, settle, step_totals, train
+from train.optim import build_optimizer
+from train.preemption import Preempted
 
 NUMBERS = ("train/objective", "optim/grad_norm", "optim/lr", "train/loss", "train/simulated_tau/candidates")
 
@@ -251,6 +257,85 @@ def test_steps_that_are_not_finite_are_skipped_up_to_a_limit_and_change_nothing(
     assert set(moments) == {4.0}
     again = run_of(root, name, "trainer.max_steps=6", f"trainer.skip_non_finite={allowed}")
     assert {float(state["step"]) for state in again.updater.optimizer.state.values()} == {4.0}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_when_a_step_is_looked_at_does_not_change_it(root, monkeypatch, capsys, fused):
+    """At once where everything is logged, else when the next one is launched; ``fused`` skips as a GPU does."""
+    monkeypatch.setattr("train.build.build_optimizer", fused_optimizer if fused else build_optimizer)
+    names = [f"looked-at-{every}-{fused}" for every in (1, 4)]
+    for name, every in zip(names, (1, 4), strict=True):
+        run = run_of(root, name, "trainer.max_steps=8", "trainer.skip_non_finite=3", f"trainer.log_every={every}",
+                     "trainer.validate_every=8", "trainer.save_every=6")
+        poison_steps(run, 2, 3, 6)
+        train(run)
+        assert run.state.skipped_steps == 3 and run.state.step == 8
+        printed = capsys.readouterr().out
+        assert all(f"step {step}: loss" in printed for step in (2, 3, 6))
+    assert largest_difference(*(final_weights(root, name) for name in names)) == 0.0
+    assert logged(root, names[1], "train/loss", "optim/grad_norm") == [
+        line for line in logged(root, names[0], "train/loss", "optim/grad_norm") if line[0] in (4, 8)]
+    per_step = dict(logged(root, names[0], "train/objective"))
+    assert logged(root, names[1], "train/objective") == [
+        [last, pytest.approx(np.mean([per_step[step] for step in range(last - 3, last + 1) if step in per_step]))]
+        for last in (4, 8)]
+
+
+def fused_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    settings = ("params", "weight_decay", "lr", "betas", "eps")
+    groups = build_optimizer(model, config).param_groups
+    return torch.optim.AdamW([{key: group[key] for key in settings} for group in groups], fused=True)
+
+
+def poison_steps(run: Run, *steps: int) -> None:
+    """Let the gradients of these steps be NaN while their losses are not."""
+    backward = run.updater.backward
+    run.updater.backward = lambda loss: backward(loss * float("nan") if run.state.step in steps else loss)
+
+
+def test_a_step_that_is_not_finite_stops_the_run_after_the_next_was_launched(root):
+    name = "late"
+    run = run_of(root, name, "trainer.log_every=100", "trainer.save_every=4", "trainer.validate_every=100")
+    poison_steps(run, 6)
+    with pytest.raises(NonFiniteError, match=r"step 6: loss \d.* gradient norm nan; on ranks \[0\], rows row-"):
+        train(run)
+    assert run.state.step == 7
+    assert (root / name / "checkpoints" / "latest").read_text() == "step-4"
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_a_signal_after_a_step_that_is_not_finite_finds_it_settled(root, monkeypatch, allowed):
+    name = f"signal-after-{allowed}"
+    run = run_of(root, name, "trainer.log_every=100", f"trainer.skip_non_finite={allowed}")
+    poison_steps(run, 6)
+    monkeypatch.setattr("train.loop.requested", lambda: run.state.step == 6)
+    with pytest.raises(Preempted if allowed else NonFiniteError):
+        train(run)
+    saved = (root / name / "checkpoints" / "latest").read_text()
+    assert (saved, run.state.skipped_steps) == (("step-6", 1) if allowed else ("step-4", 0))
+    monkeypatch.undo()
+    assert run_of(root, name, f"trainer.skip_non_finite={allowed}").state.skipped_steps == allowed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", ["computed", "from-disk"])
+def test_gpu_is_never_waited_for_when_a_step_is_launched(root, target):
+    """Else it would run out of work: the host would launch the next step only when this one is over."""
+    changes = ["distributed.cpu=false", "target.dtype=bfloat16", "trainer.mixed_precision=bf16",
+               "trainer.gradient_accumulation_steps=1", "trainer.micro_batch_size=4"]
+    if target == "from-disk":
+        changes.append(f"data.features_path={root / 'features-gpu'}")
+        make_features(config_of(overrides(root, "features-gpu", *changes)), PartialState())
+    run = run_of(root, f"never-waiting-{target}", *changes)
+    steps = iter(run.train_loader)
+    for mode in ("default", "default", "error"):  # kernels are compiled, and a graph is captured, in the first
+        micro_batches = next(steps)
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            launched = launch_step(run, micro_batches, step_totals(run, micro_batches), 1e-3, collect=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert settle(run, launched) > 0
 
 
 def test_full_head_trains_without_a_speculator(root):
