@@ -7,10 +7,11 @@
 
 Every draft is measured with each head that it has: the full one and the speculated vocabulary, or the static head that
 it was trained or pruned to (scripts/trim_vocab.py). Of several exports of one draft, ``--own-heads`` measures the full
-head once. A shape is a chain's length, or DEPTHxTOP_KxTOKENS of a dynamic tree. All decode the same turns one after the
-other, in one process, with the same graphs; seconds include the prefill. A later turn of a prompt follows on the
-target's greedy answers. Greedy outputs are compared with the plain one; of every output that differs, the JSON has the
-gap between the target's two best logits there: rounding for a tie.
+head once. A speculated vocabulary is measured as such, also for batches so large that decoding would take the full
+head, which is faster there. A shape is a chain's length, or DEPTHxTOP_KxTOKENS of a dynamic tree. All decode the same
+turns one after the other, in one process, with the same graphs; seconds include the prefill. A later turn of a prompt
+follows on the target's greedy answers. Greedy outputs are compared with the plain one; of every output that differs,
+the JSON has the gap between the target's two best logits there: rounding for a tie.
 ``--plain-layers`` adds every engine with the target's layers not compiled (specvocab_model/compiled_layers.py).
 ``--random`` makes target and drafts of random weights: their times are those of the shape, their acceptance means
 nothing.
@@ -231,7 +232,8 @@ def measure(
             place_draft(model, target)
             kind = model.head_config.type
             for head in ["full", kind] if kind == "speculative" and (number == 0 or not args.own_heads) else [kind]:
-                made = build_head(head, target, model)
+                # Many rows at a time are faster with the full head; what is called speculative must be that.
+                made = build_head(head, target, model, **({"impl": "candidates"} if head == "speculative" else {}))
                 for shape in args.shapes:
                     label = f"{name} {head} {name_of(shape)}{layers}"
                     parts[label] = {"draft": name, "head": head, "shape": name_of(shape)}

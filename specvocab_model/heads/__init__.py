@@ -31,8 +31,8 @@ def _full(target: Target, model: SpecVocabDraft) -> Head:
     return FullHead(target, model.lm_head_weight(target))
 
 
-def _speculative(target: Target, model: SpecVocabDraft) -> Head:
-    return SpeculativeHead(target, _speculator(model, "speculative"), model.lm_head_weight(target))
+def _speculative(target: Target, model: SpecVocabDraft, impl: str = "auto") -> Head:
+    return SpeculativeHead(target, _speculator(model, "speculative"), model.lm_head_weight(target), impl)
 
 
 def _low_rank(target: Target, model: SpecVocabDraft) -> Head:

@@ -24,7 +24,8 @@ class SpeculativeHead(Head):
         target: owner of ``lm_head``, its scale and its soft-cap.
         speculator: on the target's device.
         lm_head: the draft's own output embedding ``[V, d]``; by default the target's.
-        impl: of ``specvocab_kernels.vocab_head``; ``auto`` may take the full head where that is faster.
+        impl: of ``specvocab_kernels.vocab_head``: ``auto`` takes the full head where it is faster, ``candidates`` does
+            not.
 
     Raises:
         ConfigError: the speculator was made for a vocabulary of another size.

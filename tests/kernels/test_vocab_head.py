@@ -317,6 +317,16 @@ def check_block_shapes(weights, hidden, shared, one=None, rescore=None):
     check_logits(ids, logits, hidden, weights)
 
 
+@pytest.mark.gpu
+def test_candidates_never_takes_the_full_head(device):
+    weights = make(device, TileSelection(600, 64, 1))
+    hidden = hidden_states(weights, 300)
+    assert vocab_head(hidden, weights)[0].shape[1] == 600
+    ids, logits = vocab_head(hidden, weights, impl="candidates")
+    expected = vocab_head(hidden, weights, impl="triton")
+    assert torch.equal(ids, expected[0]) and torch.equal(logits, expected[1])
+
+
 def test_auto_takes_the_full_head_for_many_rows_only():
     weights = make("cpu", TileSelection(600, 64, 1))
     taken = [full_head_is_faster(weights, hidden_states(weights, batch)) for batch in (1, 10, 11, 300)]

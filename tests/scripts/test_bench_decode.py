@@ -9,6 +9,7 @@ from data_gen.chat import encode_prompt
 from data_gen.prompts import parse_prompt
 from scripts import bench_decode
 from specvocab_model.decode import autoregressive_generate
+from specvocab_model.heads import build_head
 from tests.tiny import tiny_target
 
 
@@ -28,6 +29,15 @@ def test_tiny_run_prints_a_table_and_writes_json(options, layers, tmp_path, caps
         assert set(result["milliseconds"]) == ({"verify"} if name.startswith("auto") else {"verify", "draft", "head"})
     assert results["autoregressive"]["speed_up"] == 1 and results["autoregressive"]["tau"] == 1
     assert capsys.readouterr().out.count("\n") == 2 + len(results)
+
+
+def test_what_is_called_speculative_never_takes_the_full_head(monkeypatch):
+    """As it would for a large batch on a GPU, where that is faster."""
+    asked = []
+    monkeypatch.setattr(bench_decode, "build_head", lambda kind, *rest, **options: (
+        asked.append((kind, options)), build_head(kind, *rest, **options))[1])
+    bench_decode.main(["--tiny", "--cpu", "--shapes", "2"])
+    assert dict((kind, options) for kind, options in asked)["speculative"] == {"impl": "candidates"}
 
 
 def test_a_later_turn_follows_on_the_greedy_answers(tmp_path):

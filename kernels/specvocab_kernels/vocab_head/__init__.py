@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 MAX_TOP_N = 64
-IMPLS = ("auto", "triton", "torch", "full")
+IMPLS = ("auto", "candidates", "triton", "torch", "full")
 
 
 def vocab_head(
@@ -64,7 +64,8 @@ def vocab_head(
             nodes of one tree: the candidate rows of ``lm_head`` are read once for all nodes.
         impl: ``"triton"``, ``"torch"`` (float32), ``"full"`` (every id, one product with all of ``lm_head``), or
             ``"auto"``: on a GPU ``"triton"``, or ``"full"`` where it was measured to be faster (see ``dispatch``);
-            elsewhere ``"torch"``. What it takes depends on shapes and dtypes alone.
+            elsewhere ``"torch"``. ``"candidates"`` is the same without ``"full"``: for whoever measures what candidates
+            accept. What is taken depends on shapes and dtypes alone.
 
     Returns:
         ids ``[B, k]`` int32 and logits ``[B, k]`` float32, ``k = weights.selection.num_candidates``, or ``V`` where
@@ -155,7 +156,7 @@ def _choose(impl: str, hidden: Tensor, weights: HeadWeights) -> str:
         raise ValueError(f"vocab_head: impl={impl!r} is not known; choose one of {', '.join(map(repr, IMPLS))}")
     if impl == "full" or (impl == "auto" and hidden.device.type == "cuda" and full_head_is_faster(weights, hidden)):
         return "full"
-    return choose_impl("vocab_head", impl, hidden.device)
+    return choose_impl("vocab_head", "auto" if impl == "candidates" else impl, hidden.device)
 
 
 def _full_logits(hidden: Tensor, lm_head: Tensor) -> Tensor:
