@@ -160,6 +160,7 @@ ablations() {
   ablation head_full head=full
   ablation init_random head.init=random
   ablation init_svd head.init=svd
+  ablation eps_1e-6 optim.eps=1e-6 # rows of vocab_proj whose tokens never occur have tiny gradients (docs/RESULTS.md)
   ablation aux_weight_0.001 trainer.aux_weight=0.001
   ablation aux_weight_1 trainer.aux_weight=1.0
   for rank in "${ranks[@]}"; do ablation "rank_$rank" "head.rank=$rank"; done
