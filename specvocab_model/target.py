@@ -178,7 +178,8 @@ class Target:
         """Run the decoder, without ``lm_head``, on ``input_ids [B, T]``.
 
         Packed rows: give ``position_ids [B, T]`` that restart at every document, and neither a mask nor a cache; then
-        no document sees another, in full and in sliding-window layers (transformers finds the boundaries itself).
+        no document sees another, in full and in sliding-window layers (transformers finds the boundaries itself, and
+        the host waits for it; ``packed_attention`` needs neither).
 
         Args:
             attention_mask: 1 for tokens, 0 for padding, ``[B, past + T]``; or what is added to the attention scores,

@@ -62,9 +62,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_config(
-    kind: str, *, vocab_size: int = TOKENIZER_LENGTH + 17, num_hidden_layers: int = 8, tie: bool | None = None
+    kind: str, *, vocab_size: int = TOKENIZER_LENGTH + 17, num_hidden_layers: int = 8, tie: bool | None = None,
+    head_dim: int = 20,
 ) -> PreTrainedConfig:
-    """Config of a tiny model. ``tie=None`` keeps what models of this kind usually do."""
+    """Config of a tiny model. ``tie=None`` keeps what models of this kind usually do.
+
+    Args:
+        head_dim: flash attention wants a multiple of 8.
+    """
     config_class, specifics = _KINDS[kind]
     specifics = dict(specifics)
     if tie is not None:
@@ -79,7 +84,7 @@ def tiny_config(
         num_hidden_layers=num_hidden_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=20,
+        head_dim=head_dim,
         max_position_embeddings=512,
         pad_token_id=PAD_ID,
         bos_token_id=None,

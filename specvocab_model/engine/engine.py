@@ -17,10 +17,10 @@ from specvocab_model.decode import DecodeOutput, check_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.engine.drafting import ChainDrafter, Tree, TreeDrafter, Verified
 from specvocab_model.engine.forward import DraftForward, TargetForward
-from specvocab_model.engine.graphs import Graphs
 from specvocab_model.engine.shapes import COLUMN_STEP, PLAIN, DraftShape, width_for
 from specvocab_model.engine.texts import Texts
 from specvocab_model.engine.verification import accepted_path, choices_agree, draws_agree, next_of_chain
+from specvocab_model.graphs import Graphs
 from specvocab_model.heads import Head, InContextHead
 from specvocab_model.sampling import Sampling, draw
 from specvocab_model.target import Target

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 
+from tests.train.launching import CARDS
 from tests.train.runs import config_of, overrides, write_experiment
 from train.build import build_run
 from train.loop import train
+
+
+@pytest.fixture
+def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs of this process may use a card, whatever was run before; the next test finds accelerate as new."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", CARDS[0])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="session")

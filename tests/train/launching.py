@@ -22,6 +22,8 @@ from train.main import main as command
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300
+# As it was before any test ran: training on the CPU, in a test, hides the cards.
+CARDS = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
 
 
 def free_port() -> int:

@@ -21,9 +21,9 @@ RARE_ROW = "row-5"
 NUM_TRAIN_ROWS = 26
 
 
-def write_experiment(root: Path) -> Path:
+def write_experiment(root: Path, **model_kwargs) -> Path:
     """A target in ``root/target`` and data in ``root/train`` and ``root/validation``; returns ``root``."""
-    folder = tiny_target_folder(root / "target", "qwen3")
+    folder = tiny_target_folder(root / "target", "qwen3", **model_kwargs)
     spec = load_spec(tiny_target_config(folder, "qwen3"))
     rng = np.random.default_rng(0)
     lengths = rng.integers(8, 30, size=NUM_TRAIN_ROWS).tolist()

@@ -12,7 +12,6 @@ offload, builds no operator on a GPU.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -21,12 +20,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.launching import Job, free_port, launch, python
+from tests.train.launching import CARDS, Job, free_port, launch, python
 from tests.train.runs import logged, overrides
 
 LIMIT_S = 120  # of one job; what it has printed by then is shown
-# As it was before any test ran: training on the CPU, in a test, hides the cards from what this process starts.
-CARDS = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
 # The only checkpoint is the signal's.
 SETTINGS = ("distributed.cpu=false", "target.dtype=bfloat16", "trainer.mixed_precision=bf16", "trainer.num_epochs=12",
             "trainer.save_every=1000", "trainer.validate_every=1000")

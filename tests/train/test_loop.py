@@ -11,6 +11,7 @@ import torch
 from accelerate import PartialState
 
 from data_gen.make_features import make_features
+from specvocab_model import target_graph
 from specvocab_model.acceptance import AcceptanceSums
 from specvocab_model.config import ConfigError, OptimConfig
 from specvocab_model.losses import valid_counts
@@ -25,6 +26,7 @@ from tests.train.runs import (
     logged,
     overrides,
     run_of,
+    write_experiment,
 )
 from train.build import Run
 from train.loop import NonFiniteError, launch_step, settle, step_totals, train
@@ -318,24 +320,27 @@ def test_a_signal_after_a_step_that_is_not_finite_finds_it_settled(root, monkeyp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("target", ["computed", "from-disk"])
-def test_gpu_is_never_waited_for_when_a_step_is_launched(root, target):
+@pytest.mark.usefixtures("on_a_card")
+@pytest.mark.parametrize("target", ["computed", "in-a-graph", "from-disk"])
+def test_gpu_is_never_waited_for_when_a_step_is_launched(tmp_path, monkeypatch, target):
     """Else it would run out of work: the host would launch the next step only when this one is over."""
+    root = write_experiment(tmp_path, head_dim=24)
+    monkeypatch.setattr(target_graph, "ENABLED", target == "in-a-graph")
     changes = ["distributed.cpu=false", "target.dtype=bfloat16", "trainer.mixed_precision=bf16",
                "trainer.gradient_accumulation_steps=1", "trainer.micro_batch_size=4"]
     if target == "from-disk":
         changes.append(f"data.features_path={root / 'features-gpu'}")
         make_features(config_of(overrides(root, "features-gpu", *changes)), PartialState())
     run = run_of(root, f"never-waiting-{target}", *changes)
-    steps = iter(run.train_loader)
-    for mode in ("default", "default", "error"):  # kernels are compiled, and a graph is captured, in the first
-        micro_batches = next(steps)
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
-            launched = launch_step(run, micro_batches, step_totals(run, micro_batches), 1e-3, collect=True)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert settle(run, launched) > 0
+    steps = list(run.train_loader)
+    for mode in ("default", "error"):  # kernels are compiled, and graphs are captured, in the first pass
+        for micro_batches in steps:
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                launched = launch_step(run, micro_batches, step_totals(run, micro_batches), 1e-3, collect=True)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert settle(run, launched) > 0
 
 
 def test_full_head_trains_without_a_speculator(root):

@@ -8,8 +8,11 @@ import torch
 from accelerate import PartialState
 
 from data_gen.make_features import make_features
+from specvocab_model import packed_attention, target_graph
 from specvocab_model.config import ConfigError
-from tests.train.runs import config_of, final_weights, largest_difference, logged, overrides
+from specvocab_model.target_graph import TargetGraph
+from tests.specvocab_model.test_target_graph import behave_as_captured
+from tests.train.runs import SEQ_LEN, config_of, final_weights, largest_difference, logged, overrides, write_experiment
 from train.build import Run, build_run
 from train.loop import train
 from train.target_outputs import documents
@@ -61,14 +64,38 @@ def assert_same_bits(root, name: str, reference: str) -> None:
     assert largest_difference(final_weights(root, name), final_weights(root, reference)) == 0.0
 
 
-def test_packed_rows_as_on_a_gpu_train_alike(root, reference, monkeypatch):
-    run = run_of(root, "packed")
+@pytest.mark.parametrize("how", ["mask", "offsets", "graph"])
+def test_packed_rows_as_on_a_gpu_train_alike(root, reference, monkeypatch, how):
+    run = run_of(root, f"packed-{how}")
     outputs = run.target_outputs
-    monkeypatch.setattr(outputs, "_by_document", lambda batch: outputs.target.forward(
-        batch.input_ids, position_ids=batch.position_ids))
+    if how != "mask":
+        outputs.by_offsets = True
+        outputs.target.model.set_attn_implementation(packed_attention.NAME)
+    if how == "graph":
+        outputs.graph = TargetGraph(outputs.target, (1, SEQ_LEN))
+        behave_as_captured(outputs.graph)
+    monkeypatch.setattr(outputs, "_by_document", lambda batch: outputs._by_row(
+        batch.input_ids, batch.position_ids, batch.plan.unrolled.spans.key_offsets))
     train(run)
-    np.testing.assert_allclose(logged(root, "packed", *NUMBERS), logged(root, reference, *NUMBERS), rtol=1e-4)
-    assert largest_difference(final_weights(root, "packed"), final_weights(root, reference)) < 1e-3
+    assert (how == "graph") == (outputs.graph is not None and len(outputs.graph._outputs) > 0)
+    np.testing.assert_allclose(logged(root, f"packed-{how}", *NUMBERS), logged(root, reference, *NUMBERS), rtol=1e-4)
+    assert largest_difference(final_weights(root, f"packed-{how}"), final_weights(root, reference)) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_a_card")
+def test_gpu_trains_alike_with_the_target_in_a_graph(tmp_path, monkeypatch):
+    """Two micro-batches a step, and validation; the same kernels run in the same order."""
+    root = write_experiment(tmp_path, head_dim=24)
+    changes = ("distributed.cpu=false", "target.dtype=bfloat16", "trainer.mixed_precision=bf16",
+               "trainer.gradient_accumulation_steps=2", "trainer.micro_batch_size=2")
+    for name, enabled in (("eager-gpu", False), ("graph-gpu", True)):
+        monkeypatch.setattr(target_graph, "ENABLED", enabled)
+        run = run_of(root, name, *changes)
+        train(run)
+        assert enabled == (run.target_outputs.graph is not None and bool(run.target_outputs.graph.graphs._graphs))
+    for names in (("train/loss", "train/teacher_entropy"), ("validation/loss",)):
+        np.testing.assert_allclose(logged(root, "graph-gpu", *names), logged(root, "eager-gpu", *names), rtol=1e-3)
 
 
 def test_features_that_are_not_there_or_never_needed_are_refused(root):

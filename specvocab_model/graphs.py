@@ -45,6 +45,7 @@ class Graphs:
                 function()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may call what a capture forbids, such as a loader's, which pins memory.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             function()
         return graph
