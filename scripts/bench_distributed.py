@@ -42,8 +42,9 @@ from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.losses import Objective, step_weights
 from specvocab_model.options import positive, run_command, share
 from specvocab_model.target import default_feature_layers
+from specvocab_model.transfers import send
 from specvocab_model.unroll import plan_unroll
-from train.launch import build_accelerator, leave, limit_cpu_threads
+from train.launch import build_accelerator, host_sum, leave, limit_cpu_threads
 from train.memory import MemoryEstimate
 from train.optim import Updater, build_optimizer
 
@@ -239,12 +240,14 @@ class Step:
         else:
             self.embedding, self.lm_head = target.get_input_embeddings().weight, target.lm_head.weight
 
+        num_steps = config.draft.num_unroll_steps
+        self.plan = plan_unroll(self.masks["loss_mask"], self.masks["document_ids"], num_steps)  # by loader's workers
+        self.sum_over_ranks = host_sum(accelerator, config.distributed.timeout_s)
+
     def __call__(self) -> None:
         device, micro_batches = self.accelerator.device, self.config.trainer.gradient_accumulation_steps
-        num_steps = self.config.draft.num_unroll_steps
-        plan = plan_unroll(self.masks["loss_mask"], self.masks["document_ids"], num_steps)
-        counts = self.accelerator.reduce((micro_batches * plan.rows.valid.sum(1)).to(device), "sum")
-        weights = step_weights(self.objective, counts.cpu()).to(device)
+        counts = self.sum_over_ranks(micro_batches * self.plan.rows.valid.sum(1))
+        weights = send(step_weights(self.objective, counts), device)
         losses: list[Tensor] = []
         for index in range(micro_batches):
             features, final_hidden = self.run_target()
@@ -253,7 +256,7 @@ class Step:
                     features=features, final_hidden=final_hidden,
                     token_embeds=nn.functional.embedding(self.input_ids, self.embedding),
                     lm_head_weight=self.lm_head, step_weights=weights, objective=self.objective,
-                    plan=plan.to(device), **{name: mask.to(device) for name, mask in self.masks.items()},
+                    plan=self.plan.to(device), **{name: mask.to(device) for name, mask in self.masks.items()},
                 ).loss
                 self.updater.backward(loss)
             losses.append(loss.detach())

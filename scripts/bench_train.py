@@ -2,13 +2,14 @@
 
     python scripts/bench_train.py --json train.json
     python scripts/bench_train.py --target both --seq-len 4096     # also with the target's forward
-    python scripts/bench_train.py --target all --seq-len 4096      # and with its layers not compiled, too
+    python scripts/bench_train.py --target all --seq-len 4096      # and with all ways to run it, see VARIANTS
     python scripts/bench_train.py --tiny                           # seconds, any machine: shows that it runs
 
 With TORCHINDUCTOR_COMPILE_THREADS=1, or the compiler's processes take the host's time from the first rows.
-A step is what train/loop.py does on one card: plan, (target forward,) draft forward, backward, clip, AdamW. Every row
-is packed with ``--documents`` documents whose last ``--valid`` share is supervised. MFU counts the products the step
-needs (train/metrics.py) over the card's data-sheet peak.
+A step is what train/loop.py does on one card: (target forward,) draft forward, backward, clip, AdamW, from a plan that
+the loader's workers would have made; it is waited for when the next one is launched. Every row is packed with
+``--documents`` documents whose last ``--valid`` share is supervised. ``target_ms`` is the target's forward alone. MFU
+counts the products the step needs (train/metrics.py) over the card's data-sheet peak.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,24 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from data_gen.files import make_folder, write_json
-from specvocab_model.compiled_layers import can_compile, compiled_layers
+from specvocab_model import packed_attention
+from specvocab_model.compiled_layers import BACKENDS
 from specvocab_model.config import HeadConfig, OptimConfig
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.losses import Objective, step_weights, valid_counts
 from specvocab_model.options import not_negative, positive, run_command, share
-from specvocab_model.target import default_feature_layers
-from specvocab_model.unroll import plan_unroll
+from specvocab_model.target import Target, TargetOutput, TargetSpec, default_feature_layers
+from specvocab_model.target_graph import TargetGraph
+from specvocab_model.transfers import Readback, send
+from specvocab_model.unroll import UnrollPlan, plan_unroll
 from train.launch import limit_cpu_threads
 from train.metrics import FlopsModel, count_parameters, peak_flops
 from train.optim import Updater, build_optimizer
 
-COLUMNS = ("seq_len", "steps", "target", "ms", "tokens_per_second", "mfu", "peak_gib")
-TARGETS = {"without": ["no"], "with": ["yes"], "both": ["no", "yes"], "all": ["no", "yes", "plain layers"]}
+COLUMNS = ("seq_len", "steps", "target", "target_ms", "ms", "tokens_per_second", "mfu", "peak_gib")
+# Documents by a mask that transformers makes, by offsets, or by offsets in a CUDA graph.
+VARIANTS = ["mask", "offsets", "graph", "compiled mask", "compiled offsets", "compiled graph"]
+TARGETS = {"without": ["no"], "with": ["offsets"], "both": ["no", "offsets"], "all": ["no", *VARIANTS]}
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 
@@ -87,7 +93,7 @@ def bench(args: argparse.Namespace) -> None:
     print(" ".join(f"{column:>17}" for column in COLUMNS))
     results = []
     for kind in TARGETS[args.target]:
-        target = None if kind == "no" else build_target(args, device)
+        target = None if kind == "no" else build_target(args, device, kind)
         for num_steps in args.unroll_steps:
             for seq_len in args.seq_len:
                 results.append(measure(args, seq_len, num_steps, target, kind, device))
@@ -99,8 +105,8 @@ def bench(args: argparse.Namespace) -> None:
         write_json(args.json, report)
 
 
-def build_target(args: argparse.Namespace, device: torch.device) -> Qwen3ForCausalLM:
-    """A Qwen3 of the given shape with random bf16 weights."""
+def build_target(args: argparse.Namespace, device: torch.device, kind: str) -> Target:
+    """A Qwen3 of the given shape with random bf16 weights, that runs as ``kind`` of ``VARIANTS`` says."""
     config = Qwen3Config(
         vocab_size=args.vocab_size,
         hidden_size=args.hidden_size,
@@ -114,7 +120,19 @@ def build_target(args: argparse.Namespace, device: torch.device) -> Qwen3ForCaus
     )
     with torch.device(device):
         model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
-    return model.eval().requires_grad_(False)
+    if kind.startswith("compiled"):
+        BACKENDS.setdefault("cuda", "inductor")
+    if not kind.endswith("mask"):
+        model.set_attn_implementation(packed_attention.NAME)
+    spec = TargetSpec(
+        name="random", model_type="qwen3", hidden_size=args.hidden_size, vocab_size=args.vocab_size,
+        num_hidden_layers=args.layers, max_position_embeddings=65536, num_attention_heads=args.heads[0],
+        num_key_value_heads=args.heads[1], head_dim=args.head_dim, intermediate_size=args.intermediate_size,
+        rms_norm_eps=1e-6, rope_parameters=DEFAULT_ROPE, eos_token_ids=(0,), pad_token_id=0, logit_softcap=None,
+        logit_scale=1.0, fingerprint="",
+    )  # fmt: skip
+    tokenizer: Any = None
+    return Target(spec, model, tokenizer, compile_layers=kind.startswith("compiled"))
 
 
 def build_draft(args: argparse.Namespace, num_steps: int, device: torch.device) -> SpecVocabDraft:
@@ -151,24 +169,18 @@ def make_batch(args: argparse.Namespace, seq_len: int, device: torch.device) -> 
     }
 
 
-def target_forward(target: Qwen3ForCausalLM, batch: dict[str, Tensor], *, plain_layers: bool) -> dict[str, Tensor]:
-    """Features and final hidden state, as ``Target.forward`` gives them."""
-    compiled = nullcontext() if plain_layers or not can_compile(target.device, None) else compiled_layers(
-        target.model, target.device, None, "")
-    captured: list[Tensor] = []
-    layers = [target.model.layers[index] for index in default_feature_layers(target.config.num_hidden_layers)]
-    hooks = [layer.register_forward_pre_hook(lambda module, inputs: captured.append(inputs[0])) for layer in layers]
-    with torch.no_grad(), compiled:
-        position_ids = batch["position_ids"].to(target.device)
-        final = target.model(input_ids=batch["input_ids"], position_ids=position_ids, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return {"features": torch.cat(captured, dim=-1), "final_hidden": final.last_hidden_state}
+def forward_of(target: Target, kind: str, shape: torch.Size) -> Callable[[Tensor, Tensor, Tensor], TargetOutput]:
+    """A function of ids, positions and documents' offsets, as train/target_outputs.py calls it."""
+    if kind.endswith("graph"):
+        return TargetGraph(target, (shape[0], shape[1])).forward
+    if kind.endswith("mask"):
+        return lambda ids, positions, offsets: target.forward(ids, position_ids=positions)
+    return lambda ids, positions, offsets: target.forward(
+        ids, position_ids=positions, attention_mask=packed_attention.as_mask(offsets))
 
 
 def measure(
-    args: argparse.Namespace, seq_len: int, num_steps: int, target: Qwen3ForCausalLM | None, kind: str,
-    device: torch.device,
+    args: argparse.Namespace, seq_len: int, num_steps: int, target: Target | None, kind: str, device: torch.device
 ) -> dict[str, Any]:
     """One row of the table."""
     torch.manual_seed(0)
@@ -178,57 +190,80 @@ def measure(
         embedding = torch.randn(args.vocab_size, args.hidden_size, device=device, dtype=torch.bfloat16)
         lm_head = embedding.mul_(args.hidden_size**-0.5)
     else:
-        embedding, lm_head = target.model.embed_tokens.weight, target.lm_head.weight
+        embedding, lm_head = target.model.get_input_embeddings().weight, target.lm_head_weight
     objective = Objective(loss="forward_kl", aux_weight=0.1, step_decay=0.8,
                           max_bytes=args.max_mib * 2**20)
-    updater = Updater(Accelerator(), model, build_optimizer(model, OptimConfig()), max_grad_norm=0.5)
+    accelerator = Accelerator()
+    updater = Updater(accelerator, model, accelerator.prepare(build_optimizer(model, OptimConfig())), max_grad_norm=0.5)
     counts = valid_counts(batch["loss_mask"], batch["document_ids"], num_steps)
-    num_unrolled = len(plan_unroll(batch["loss_mask"], batch["document_ids"], num_steps).unrolled.index)
+    made = plan_unroll(batch["loss_mask"], batch["document_ids"], num_steps)
+    run_target = None if target is None else forward_of(target, kind, batch["input_ids"].shape)
 
-    def step() -> None:
-        plan = plan_unroll(batch["loss_mask"], batch["document_ids"], num_steps).to(device)
-        hidden = batch if target is None else target_forward(
-            target, batch, plain_layers=kind == "plain layers")
-        masks = {name: batch[name].to(device) for name in ("position_ids", "document_ids", "loss_mask")}
+    def step() -> Readback:
+        plan = made.to(device)
+        masks = {name: send(batch[name], device) for name in ("position_ids", "document_ids", "loss_mask")}
+        hidden = batch
+        if run_target is not None:
+            output = run_target(batch["input_ids"], masks["position_ids"], plan.unrolled.spans.key_offsets)
+            hidden = {"features": output.features, "final_hidden": output.final_hidden}
         with torch.autocast(device.type, torch.bfloat16):
             loss = model(
                 features=hidden["features"],
                 final_hidden=hidden["final_hidden"],
                 token_embeds=torch.nn.functional.embedding(batch["input_ids"], embedding),
                 lm_head_weight=lm_head,
-                step_weights=step_weights(objective, counts).to(device),
+                step_weights=send(step_weights(objective, counts), device),
                 objective=objective,
                 plan=plan,
                 **masks,
             ).loss
         updater.backward(loss)
-        updater.step(lr=1e-4)  # waits for the device: it returns the gradient's norm
+        norm = Readback(updater.step(lr=1e-4)[None])
+        norm.start()
+        return norm
 
     for _ in range(2):
-        step()
+        step().wait()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    times = []
+    times, launched = [], step()
     for _ in range(args.repeats):
         started = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        before, launched = launched, step()
+        before.wait()
         times.append(time.perf_counter() - started)
+    launched.wait()
     seconds = statistics.median(times)
     peak = peak_flops(device)
     num_tokens = args.batch * seq_len
-    target_body = 0 if target is None else count_parameters(target.model.layers)
-    flops = FlopsModel.of_draft(model, lm_head, target_body).step(num_tokens, num_unrolled, counts)
+    target_body = 0 if target is None else count_parameters(target.model.get_decoder().layers)
+    flops = FlopsModel.of_draft(model, lm_head, target_body).step(num_tokens, len(made.unrolled.index), counts)
     return {
         "seq_len": seq_len,
         "steps": num_steps,
         "target": kind,
+        "target_ms": None if run_target is None else time_target(run_target, batch, made, args.repeats, device) * 1e3,
         "ms": seconds * 1e3,
         "tokens_per_second": num_tokens / seconds,
         "mfu": None if peak is None else flops / seconds / peak,
         "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
     }
+
+
+def time_target(
+    run_target: Callable[[Tensor, Tensor, Tensor], TargetOutput], batch: dict[str, Tensor], plan: UnrollPlan,
+    repeats: int, device: torch.device,
+) -> float:
+    """Median seconds of the target's forward alone, from its launch to its end."""
+    positions, offsets = send(batch["position_ids"], device), send(plan.unrolled.spans.key_offsets, device)
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        end = Readback(run_target(batch["input_ids"], positions, offsets).final_hidden[0, 0])
+        end.start()
+        end.wait()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
 
 
 def cell(value: float | int | str | None) -> str:
