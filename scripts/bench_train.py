@@ -197,6 +197,8 @@ def measure(
     updater = Updater(accelerator, model, accelerator.prepare(build_optimizer(model, OptimConfig())), max_grad_norm=0.5)
     counts = valid_counts(batch["loss_mask"], batch["document_ids"], num_steps)
     made = plan_unroll(batch["loss_mask"], batch["document_ids"], num_steps)
+    if device.type == "cuda":
+        made = made.map(Tensor.pin_memory)  # by the loader's thread
     run_target = None if target is None else forward_of(target, kind, batch["input_ids"].shape)
 
     def step() -> Readback:
