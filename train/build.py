@@ -140,6 +140,8 @@ def build_run(config: Config) -> Run:
     if accelerator.is_main_process:
         print(describe_step(config, accelerator.num_processes, sampler.steps_per_epoch, total_steps))
         print(estimate.describe(accelerator.device), flush=True)
+        if accelerator.device.type == "cuda" and config.data.features_path is None:
+            print(target_outputs.describe(), flush=True)
     tracker = build_tracker(config, accelerator, state, target, data_sha256)
     limit_cpu_threads(accelerator.device)  # last: a target is loaded, and cast, faster with several
     return Run(

@@ -40,6 +40,13 @@ class TargetOutputs:
         if shape is not None and self.by_offsets and not (keep or together) and can_capture(target, math.prod(shape)):
             self.graph = TargetGraph(target, shape)
 
+    def describe(self) -> str:
+        """One line: how a GPU runs the target."""
+        if not self.by_offsets:
+            return "target: transformers makes a mask for packed rows, and the host waits for it"
+        how = "kernel by kernel" if self.graph is None else f"in a CUDA graph of {self.graph.shape.numel()} tokens"
+        return f"target: documents of packed rows go to flash attention as offsets, {how}"
+
     def of(self, batch: Batch, on_device: Batch) -> TargetOutput:
         """Outputs [B, T, ..] on the target's device; where the rows are padded they are anything finite.
 

@@ -97,6 +97,9 @@ def test_batches_keep_tokens_masks_and_document_borders(lengths, trim):
     for plan in sampler_of(lengths):
         for batch in dataset[plan]:
             real = batch.document_ids != PADDING_DOCUMENT
+            # Where positions begin anew, padding's too: attention by offsets and by mask see the same documents.
+            begins = (batch.position_ids.flatten() == 0).nonzero()[:, 0].tolist()
+            assert batch.plan.unrolled.spans.key_offsets.tolist() == [*begins, batch.position_ids.numel()]
             assert (batch.input_ids[~real] == 999_999).all() and not batch.loss_mask[~real].any()
             for n, at, mask, position, document in zip(
                 batch.input_ids[real] // 1000, batch.input_ids[real] % 1000, batch.loss_mask[real],

@@ -76,6 +76,8 @@ def test_packed_rows_as_on_a_gpu_train_alike(root, reference, monkeypatch, how):
         behave_as_captured(outputs.graph)
     monkeypatch.setattr(outputs, "_by_document", lambda batch: outputs._by_row(
         batch.input_ids, batch.position_ids, batch.plan.unrolled.spans.key_offsets))
+    assert {"mask": "a mask", "offsets": "kernel by kernel", "graph": "in a CUDA graph of 48 tokens"}[
+        how] in outputs.describe()
     train(run)
     assert (how == "graph") == (outputs.graph is not None and len(outputs.graph._outputs) > 0)
     np.testing.assert_allclose(logged(root, f"packed-{how}", *NUMBERS), logged(root, reference, *NUMBERS), rtol=1e-4)
