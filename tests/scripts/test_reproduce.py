@@ -15,7 +15,7 @@ from specvocab_model.config import CONFIG_DIR
 REPOSITORY = Path(CONFIG_DIR).parent
 # In the place of Python: notes every word, and writes what the commands would write.
 PYTHON = """#!/usr/bin/env bash
-printf '%s\\n' "$@" "" >>commands
+{ flock 1; printf '%s\\n' "$@" ""; } >>commands # whole, of commands side by side
 while [[ $# -gt 0 ]]; do
   case $1 in
     --json) mkdir -p "$(dirname "$2")" && touch "$2" ;;
