@@ -7,13 +7,14 @@ rows of the turns of a conversation (``rows_of``). No id is found by searching t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data_gen.chat import encode_prompt
+from data_gen.chat import encode_prompts
 from data_gen.engines import Completion, Rejected
 from data_gen.filters import repetition
 from data_gen.open_shards import Progress, ShardWork
@@ -23,6 +24,7 @@ from specvocab_model.chat_template import render
 from specvocab_model.config import Config
 
 TOO_LONG = "prompt too long"
+ENCODED_AT_ONCE = 32  # prompts: together they take less time, and not so long that a GPU would wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +89,7 @@ class AnswerChecks:
             return "answer too short", f"{len(response_ids)} tokens, at least {generation.min_response_tokens}"
         if len(response_ids) > generation.max_new_tokens:
             return "answer too long", f"{len(response_ids)} tokens, at most {generation.max_new_tokens}"
-        share = repetition(response_ids)
-        if generation.max_repetition is not None and share > generation.max_repetition:
+        if generation.max_repetition is not None and (share := repetition(response_ids)) > generation.max_repetition:
             return "repetitive answer", f"{share:.2f} of its n-grams repeat others, at most {generation.max_repetition}"
         return None
 
@@ -128,13 +129,16 @@ class AnswerWriter(ShardWork):
         self.conversations = [_Conversation(prompt) for prompt in prompts]
         self._asked: list[tuple[_Conversation, list[int]]] = []
 
-    def ask(self) -> list[list[int]]:
+    def ask(self) -> Iterator[list[list[int]]]:
         going_on = [conversation for conversation in self.conversations if conversation.goes_on]
-        encoded = [(conversation, self._encode(conversation)) for conversation in going_on]
-        self._asked = [(conversation, ids) for conversation, ids in encoded if ids is not None]
-        for _ in range(len(going_on) - len(self._asked)):
-            self.progress()
-        return [ids for _, ids in self._asked]
+        self._asked = []
+        for start in range(0, len(going_on), ENCODED_AT_ONCE):
+            part = going_on[start : start + ENCODED_AT_ONCE]
+            asked = list(self._encoded(part))
+            for _ in range(len(part) - len(asked)):
+                self.progress()
+            self._asked += asked
+            yield [ids for _, ids in asked]
 
     def take(self, index: int, completion: Completion | Rejected) -> None:
         conversation, ids = self._asked[index]
@@ -149,19 +153,19 @@ class AnswerWriter(ShardWork):
             skipped=[each.skipped for each in self.conversations if each.skipped is not None],
         )
 
-    def _encode(self, conversation: _Conversation) -> list[int] | None:
-        """The ids of the next turn's prompt; None if the conversation ends here."""
-        prompt = conversation.prompt
-        kwargs = template_kwargs(self.config, prompt.id)
-        try:
-            ids = encode_prompt(self.tokenizer, prompt.conversation(conversation.answers), kwargs, prompt.tools)
-        except ValueError as error:
-            conversation.end("refused by the chat template", str(error), by_choice=False)
-            return None
-        if problem := self.checks.prompt(ids):
-            conversation.end(*problem, by_choice=True)
-            return None
-        return ids
+    def _encoded(self, conversations: Sequence[_Conversation]) -> Iterator[tuple[_Conversation, list[int]]]:
+        """The conversations with the ids of their next prompts; those that end here are left out."""
+        for (kwargs, tools), group in groupby(conversations, lambda each: (
+                template_kwargs(self.config, each.prompt.id), each.prompt.tools)):
+            alike = list(group)
+            messages = [each.prompt.conversation(each.answers) for each in alike]
+            for conversation, ids in zip(alike, encode_prompts(self.tokenizer, messages, kwargs, tools), strict=True):
+                if isinstance(ids, ValueError):
+                    conversation.end("refused by the chat template", str(ids), by_choice=False)
+                elif problem := self.checks.prompt(ids):
+                    conversation.end(*problem, by_choice=True)
+                else:
+                    yield conversation, ids
 
     def _take(self, conversation: _Conversation, prompt_ids: list[int], completion: Completion | Rejected) -> None:
         if isinstance(completion, Rejected):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from data_gen.prompts import Message
-from specvocab_model.chat_template import check_template_kwargs, render
+from specvocab_model.chat_template import check_template_kwargs, render, render_all
 
 SENTINEL = "specvocab-user-content"
 
@@ -58,6 +59,26 @@ def encode_prompt(
             raise ValueError("tools are described by a chat template, and this tokenizer has none")
         return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     return render(tokenizer, messages, template_kwargs, tools=tools)
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Sequence[Message]],
+    template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[list[int] | ValueError]:
+    """``encode_prompt`` of each conversation, together; where it is refused, the error that says why."""
+    if tokenizer.chat_template is not None:
+        with suppress(ValueError):  # of any of them; which one, and why, is found below
+            check_template_kwargs(tokenizer, template_kwargs or {})
+            return list(render_all(tokenizer, conversations, template_kwargs, tools=tools))
+    encoded: list[list[int] | ValueError] = []
+    for messages in conversations:
+        try:
+            encoded.append(encode_prompt(tokenizer, messages, template_kwargs, tools))
+        except ValueError as error:
+            encoded.append(error)
+    return encoded
 
 
 def user_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None) -> UserTurn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,9 @@ class InventionWriter(ShardWork):
         self.progress = progress
         self._completions: dict[int, Completion | Rejected] = {}
 
-    def ask(self) -> list[list[int]]:
-        return [] if self._completions else [self.header_ids] * len(self.prompts)
+    def ask(self) -> Iterator[list[list[int]]]:
+        if not self._completions:
+            yield [self.header_ids] * len(self.prompts)
 
     def take(self, index: int, completion: Completion | Rejected) -> None:
         self._completions[index] = completion

@@ -2,6 +2,10 @@
 
 While the last answers of a shard are being written, the first ones of the next are begun. Each shard is written when it
 is whole, and holds what it would if it were made alone.
+
+The thread that does all this also launches what a GPU does. So the prompts of the next shard are rendered and tokenised
+a few at a time, between the answers of those under way, and not at once when the engine asks for them. A second thread
+would stand in the first one's way: it would take the interpreter at every launch.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,20 +23,21 @@ from tqdm import tqdm
 from data_gen.claims import Claims
 from data_gen.engines import Batch, Completion, Rejected
 from data_gen.prompts import Prompt
-from data_gen.rows import ShardRows, Skipped
+from data_gen.rows import ShardRows, Skipped, table_of
 from data_gen.shards import ShardWriter
 from specvocab_model.config import Config, ConfigError
 
 POLL_S = 1.0  # until a rank that could claim no shard tries again
+ANSWERS_A_PART = 8  # after so many answers some prompts are encoded: more than were answered, so that none are missed
 Progress = Callable[[], object]  # called once for every prompt that is done
 
 
 class ShardWork(ABC):
     """The rows of one shard in the making."""
 
-    def ask(self) -> list[list[int]]:
-        """The prompts of the next round, as token ids; none if all that was to be asked is answered."""
-        return []
+    def ask(self) -> Iterator[list[list[int]]]:
+        """The prompts of the next round, as token ids, some at a time; none if all that was to be asked is answered."""
+        return iter(())
 
     def take(self, index: int, completion: Completion | Rejected) -> None:
         """What became of one prompt of this round."""
@@ -44,6 +49,7 @@ class ShardWork(ABC):
 
 
 RowWriter = Callable[[Sequence[Prompt], Progress], ShardWork]  # begins a shard
+_OVER = object()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +88,10 @@ class OpenShards:
         self._open: dict[int, _OpenShard] = {}
         self._asked: dict[Batch, _OpenShard] = {}
         self._ready: deque[Batch] = deque()  # asked, but not yet of the engine
+        self._encoding: deque[Iterator[None]] = deque()  # what will be asked, or written if there is nothing to ask
+        self._num_taken = 0
         self._look_again = 0.0  # monotonic seconds
+        table_of([])  # imports what arrow needs for it: half a second, in which nothing waits yet
 
     def begin(self) -> bool:
         """Begin further shards until there are prompts for the engine, or no shard may be had now.
@@ -93,12 +102,8 @@ class OpenShards:
         Raises:
             ConfigError: as ``take``, of shards that ask nothing.
         """
-        while not self._ready and (index := self._claim()) is not None:
-            prompts = self.prompts[self.writer.prompt_range(index)]
-            shard = _OpenShard(index=index, work=self.write(prompts, partial(self._count, index)),
-                               num_prompts=len(prompts))
-            self._open[index] = shard
-            self._ask(shard)
+        while not self._ready and (self._encoding or self._begin_another()):
+            self._go_on()
         return bool(self._ready)
 
     def next_batch(self) -> Batch | None:
@@ -118,7 +123,11 @@ class OpenShards:
         shard.num_unanswered -= 1
         if not shard.num_unanswered:
             del self._asked[batch]
-            self._ask(shard)
+            self._encoding.appendleft(self._ask(shard))
+            self._go_on()
+        self._num_taken += 1
+        if self._num_taken % ANSWERS_A_PART == 0 and (self._encoding or (not self._ready and self._begin_another())):
+            self._go_on()
 
     def check_answered(self) -> None:
         """
@@ -141,10 +150,30 @@ class OpenShards:
         self._look_again = time.monotonic() + POLL_S
         return None
 
-    def _ask(self, shard: _OpenShard) -> None:
-        prompts = shard.work.ask()
+    def _begin_another(self) -> bool:
+        index = self._claim()
+        if index is None:
+            return False
+        prompts = self.prompts[self.writer.prompt_range(index)]
+        shard = _OpenShard(index=index, work=self.write(prompts, partial(self._count, index)), num_prompts=len(prompts))
+        self._open[index] = shard
+        self._encoding.append(self._ask(shard))
+        return True
+
+    def _go_on(self) -> None:
+        """Encode some of the prompts that come next."""
+        part = self._encoding[0]
+        if next(part, _OVER) is _OVER:
+            self._encoding.remove(part)
+
+    def _ask(self, shard: _OpenShard) -> Iterator[None]:
+        """Have the engine asked the next round of a shard, or write it; yields wherever that may wait."""
+        prompts: list[list[int]] = []
+        for part in shard.work.ask():
+            prompts += part
+            yield
         if not prompts:
-            self._finish(shard)
+            yield from self._finish(shard)
             return
         batch = Batch(prompts, _seed(self.config.seed, self.stage, shard.index, shard.num_rounds))
         shard.num_rounds += 1
@@ -152,11 +181,11 @@ class OpenShards:
         self._asked[batch] = shard
         self._ready.append(batch)
 
-    def _finish(self, shard: _OpenShard) -> None:
+    def _finish(self, shard: _OpenShard) -> Iterator[None]:
         rows = shard.work.rows()
         self._check_given_up(shard)
         check_rejected_share([*self.writer.skipped(), *rows.skipped], len(self.prompts), self.config)
-        self.writer.write(shard.index, rows.rows, rows.skipped)
+        yield from self.writer.write_in_parts(shard.index, rows.rows, rows.skipped)
         del self._open[shard.index]
         self.claims.release(shard.index)
         self._look_again = 0.0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 FINISH_REASONS = ("stop", "length")
@@ -81,6 +82,31 @@ def skipped_in(schema: pa.Schema) -> list[Skipped]:
     return [Skipped(**each) for each in json.loads((schema.metadata or {}).get(SKIPPED_KEY, b"[]"))]
 
 
+def validate_rows(rows: Sequence[Row], *, vocab_size: int, stop_token_ids: frozenset[int]) -> None:
+    """Refuse rows that no engine can have produced. Looks at all of them at once, which takes a fraction of the time.
+
+    Raises:
+        ValueError: naming the first such row, and the first rule that it breaks.
+    """
+    wrong = np.array([len(row.loss_mask) != len(row.input_ids) or row.finish_reason not in FINISH_REASONS
+                      for row in rows], dtype=bool)
+    kept = [row for row, is_wrong in zip(rows, wrong, strict=True) if not is_wrong]
+    ids, lengths = _flat([row.input_ids for row in kept])
+    mask, _ = _flat([row.loss_mask for row in kept])
+    row_of = np.repeat(np.flatnonzero(~wrong), lengths)
+    is_first, is_marked = np.diff(row_of, prepend=-1) > 0, mask != 0
+    goes_on = is_marked & np.append(is_marked[1:] & ~is_first[1:], False)  # the next token of the row is marked too
+    is_stop = np.isin(ids, list(stop_token_ids))
+    breaks_a_rule = (mask < 0) | (mask > 1) | (ids < 0) | (ids >= vocab_size) | (is_first & is_marked) | (
+        goes_on & is_stop)
+    ends_in_stop = np.full(len(rows), -1)  # whether the last marked token is one; none is marked
+    ends_in_stop[row_of[is_marked]] = is_stop[is_marked]  # of several the last
+    wrong |= ends_in_stop != [row.finish_reason == "stop" for row in rows]
+    wrong[row_of[breaks_a_rule]] = True
+    for index in np.flatnonzero(wrong).tolist():
+        validate_row(rows[index], vocab_size=vocab_size, stop_token_ids=stop_token_ids)
+
+
 def validate_row(row: Row, *, vocab_size: int, stop_token_ids: frozenset[int]) -> None:
     """Refuse a row that no engine can have produced.
 
@@ -105,3 +131,9 @@ def validate_row(row: Row, *, vocab_size: int, stop_token_ids: frozenset[int]) -
     for what_is_wrong, holds in rules.items():
         if not holds:
             raise ValueError(f"row {row.id!r}: {what_is_wrong}")
+
+
+def _flat(lists: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """All numbers of some lists, one after another, and how many each has, both int64."""
+    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+    return np.fromiter(chain.from_iterable(lists), np.int64, lengths.sum()), lengths

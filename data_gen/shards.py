@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_gen.files import appearing_whole, make_folder, refuse_file, remove_stale, sha256_of, write_json, write_jsonl
-from data_gen.rows import FINISH_REASONS, SCHEMA, Row, Skipped, skipped_in, table_of, validate_row
+from data_gen.rows import FINISH_REASONS, SCHEMA, Row, Skipped, skipped_in, table_of, validate_rows
 from specvocab_model.config import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 UNFINISHED_FILE = "manifest.unfinished.json"
 REJECTED_FILE = "rejected.jsonl"  # what was skipped, and why
+ROWS_AT_ONCE = 64  # that are made ready for writing, which takes some milliseconds
 MAKE_COMMAND = "python data_gen/main.py +experiment=NAME"
 
 
@@ -262,10 +263,24 @@ class ShardWriter:
         Raises:
             ValueError: a row contradicts itself or the target.
         """
-        for row in rows:
-            validate_row(row, vocab_size=self.vocab_size, stop_token_ids=self.stop_token_ids)
+        for _ in self.write_in_parts(index, rows, skipped):
+            pass
+
+    def write_in_parts(
+        self, index: int, rows: Sequence[Row], skipped: Sequence[Skipped] = ()
+    ) -> Generator[None, None, None]:
+        """As ``write``; yields now and then, for whoever must not be kept from other work. Then nothing is written yet.
+        """
+        tables = []
+        for start in range(0, max(len(rows), 1), ROWS_AT_ONCE):
+            if start:
+                yield
+            part = rows[start : start + ROWS_AT_ONCE]
+            validate_rows(part, vocab_size=self.vocab_size, stop_token_ids=self.stop_token_ids)
+            tables.append(table_of(part, skipped))
         with appearing_whole(self.path(index), once=True) as file:
-            pq.write_table(table_of(rows, skipped), file, compression="zstd", write_page_checksum=True)
+            pq.write_table(pa.concat_tables(tables).combine_chunks(), file, compression="zstd",
+                           write_page_checksum=True)
 
     def finalise(self) -> Manifest:
         """Write the manifest; called by one rank when all shards are there.

@@ -38,17 +38,43 @@ def render(
     Raises:
         ValueError: the chat template refuses the conversation.
     """
-    conversation: list[Any] = list(messages)
-    definitions: list[Any] | None = list(tools) or None
     try:
-        return tokenizer.apply_chat_template(
-            conversation, tools=definitions, tokenize=tokenize, add_generation_prompt=continued,
-            chat_template=_dated(tokenizer.get_chat_template(tools=definitions)), return_dict=False,
-            **(template_kwargs or {}),
-        )
+        return _apply(tokenizer, list(messages), template_kwargs, tools, continued, tokenize)
     except (TemplateError, TypeError) as error:  # the second: a template that expects another kind of value
         raise ValueError(f"the chat template refuses roles {[message['role'] for message in messages]}: "
                          f"{error}") from error
+
+
+def render_all(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
+    template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[list[int]]:
+    """The ids of what ``render`` makes of each conversation, tokenised together, which takes half the time.
+
+    Raises:
+        ValueError: the chat template refuses one of them; ``render`` says why.
+    """
+    if not all(conversations):
+        raise ValueError("a conversation is empty")
+    try:
+        return _apply(tokenizer, [list(messages) for messages in conversations], template_kwargs, tools, True, True)
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"the chat template refuses a conversation: {error}") from error
+
+
+def _apply(
+    tokenizer: PreTrainedTokenizerBase, conversation: list[Any], template_kwargs: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]], continued: bool, tokenize: bool,
+) -> Any:
+    definitions: list[Any] | None = list(tools) or None
+    return tokenizer.apply_chat_template(
+        conversation, tools=definitions, tokenize=tokenize, add_generation_prompt=continued,
+        chat_template=_dated(tokenizer.get_chat_template(tools=definitions)), return_dict=False,
+        **(template_kwargs or {}),
+    )
 
 
 def _dated(chat_template: str) -> str:

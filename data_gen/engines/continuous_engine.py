@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +12,16 @@ from torch import Tensor
 
 from data_gen.engines.base import Batch, Completion, Engine, Finished, SamplingParams, Source
 from data_gen.engines.grouped_attention import use_grouped_attention
-from data_gen.engines.slots import Slots
+from data_gen.engines.slots import Look, Slots
 from specvocab_model.config import ConfigError
 from specvocab_model.target import Target
 
 MOST_SLOTS = 1024
 CAPACITY_STEP = 256  # prompts of different lists need the same cache more often if its size is rounded up
-CHECK_EVERY = 8  # steps between two looks at what is finished: each look waits for the GPU
+CHECK_EVERY = 8  # steps between two looks at what is finished: each costs the host a millisecond or two
+# Looks whose steps are given to the GPU before the oldest is waited for. With one it has work while this process reads
+# what is finished, launches the next prompts, and writes rows; a finished slot stands still for so many steps more.
+LOOKS_AHEAD = 1
 REFILL_SHARE = 1 / 16  # of the slots that must be free before prompts are read, which holds up all others
 
 
@@ -112,8 +115,10 @@ class ContinuousEngine(Engine):
         """Until nothing is left, or what is left needs larger slots."""
         slots = self._slots_for(queue, params)
         free = list(range(slots.num_slots))
+        slots.release(free)  # what an error left running
         refill = max(1, int(REFILL_SHARE * slots.num_slots))
         running: dict[int, Job] = {}  # by slot
+        looks: deque[tuple[Look, dict[int, Job]]] = deque()  # the oldest first, with what ran then
         done: list[tuple[Job, Completion]] = []
         while True:
             if len(free) >= refill and (jobs := queue.begin(len(free), longest=slots.capacity - params.max_new_tokens)):
@@ -121,19 +126,25 @@ class ContinuousEngine(Engine):
                 slots.admit(taken, [job.prompt for job in jobs], torch.stack([job.uniforms for job in jobs]))
                 running |= zip(taken, jobs, strict=True)
             if running:
-                slots.steps(CHECK_EVERY)
+                looks.append((slots.steps(CHECK_EVERY), dict(running)))
             # A GPU is at work now, while this process reads and writes prompts and rows.
             for job, completion in done:
                 queue.end(job)
                 yield job.batch, job.index, completion
+                if running and len(looks) > LOOKS_AHEAD and looks[-1 - LOOKS_AHEAD][0].has_arrived():  # that took long
+                    looks.append((slots.steps(CHECK_EVERY), dict(running)))
             queue.fill(max(refill, len(free)))
             if not running:
                 return
             done = []
-            for slot, token_ids in _finished(slots, list(running)):
-                done.append((running.pop(slot), Completion(
-                    token_ids, "stop" if token_ids[-1] in params.stop_token_ids else "length")))
-                free.append(slot)
+            while len(looks) > LOOKS_AHEAD:
+                look, ran = looks.popleft()
+                unknown = [slot for slot, job in ran.items() if running.get(slot) is job]  # an older look showed others
+                for slot, token_ids in look.completions(unknown).items():
+                    done.append((running.pop(slot), Completion(
+                        token_ids, "stop" if token_ids[-1] in params.stop_token_ids else "length")))
+                    free.append(slot)
+            slots.release(free)
 
     def _slots_for(self, queue: Queue, params: SamplingParams) -> Slots:
         """The slots of the call before, with their graphs, if they fit what waits."""
@@ -169,14 +180,3 @@ class ContinuousEngine(Engine):
         self.batch_tokens = fewer * self._num_tokens
         print(f"out of memory with room for {self._tried} prompts at a time; going on with {fewer}, nothing is lost. "
               f"generation.batch_tokens={self.batch_tokens} starts like that", file=sys.stderr, flush=True)
-
-
-def _finished(slots: Slots, running: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """The slots of ``running`` that are finished, and what they wrote."""
-    is_finished = slots.finished.tolist()
-    done = [slot for slot in running if is_finished[slot]]
-    if done:
-        chosen = torch.tensor(done, device=slots.written.device)
-        counts, written = slots.counts[chosen].tolist(), slots.written[chosen].tolist()
-        for slot, count, token_ids in zip(done, counts, written, strict=True):
-            yield slot, token_ids[:count]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
@@ -68,6 +69,28 @@ class SlotLayer(CacheLayerMixin):
         return self.keys.shape[2]
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the slots held after some steps, on its way to the host while a GPU goes on."""
+
+    finished: Tensor  # bool [slots]
+    counts: Tensor  # int64 [slots]: tokens written
+    written: Tensor  # int64 [slots, max_new_tokens]
+    copied: torch.cuda.Event | None  # None: on a CPU, where nothing is on its way
+
+    def has_arrived(self) -> bool:
+        """Whether a GPU is done with it."""
+        return self.copied is not None and self.copied.query()
+
+    def completions(self, slots: Sequence[int]) -> dict[int, list[int]]:
+        """What those of ``slots`` that are finished wrote, by slot. Waits for the GPU."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        done = [slot for slot, finished in zip(slots, self.finished[slots].tolist(), strict=True) if finished]
+        pairs = zip(self.counts[done].tolist(), self.written[done].tolist(), strict=True)
+        return {slot: token_ids[:count] for slot, (count, token_ids) in zip(done, pairs, strict=True)}
+
+
 class Slots:
     """Decodes up to ``num_slots`` prompts at a time. Which of them share a step moves nothing but rounding."""
 
@@ -89,6 +112,8 @@ class Slots:
         self.written = torch.zeros(num_slots, limit, dtype=torch.int64, device=device)
         self.uniforms = torch.zeros(num_slots, 0 if self.sampling.greedy else limit, dtype=torch.float64, device=device)
         self.cursor = Cursor(positions=torch.zeros_like(self.tokens), slots=torch.arange(num_slots, device=device))
+        # What the host knows of the positions without asking the GPU: they are no larger, nor beyond the last.
+        self._positions, self._last_positions = np.zeros((2, num_slots), dtype=np.int64)
         self.sliding_window: int | None = config.get("sliding_window")
         self.layer_types: list[str] | None = config.get("layer_types")
         types = self.layer_types or ["full_attention"] * target.spec.num_hidden_layers
@@ -108,23 +133,28 @@ class Slots:
         Args:
             uniforms: fp64 [n, max_new_tokens] in [0, 1), what the tokens are drawn with; ``[n, 0]`` for greedy.
         """
-        device = self.target.device
         start = 0
         while start < len(slots):
             size = max(1, PREFILL_TOKENS // max(map(len, prompts[start:])))
-            chosen = torch.tensor(slots[start : start + size], device=device)
-            self._read(chosen, prompts[start : start + size], uniforms[start : start + size].to(device))
+            self._read(slots[start : start + size], prompts[start : start + size], uniforms[start : start + size])
             start += size
 
-    def _read(self, slots: Tensor, prompts: Sequence[list[int]], uniforms: Tensor) -> None:
+    def release(self, slots: Sequence[int]) -> None:
+        """These are not looked at any more; they need not be finished."""
+        self._positions[slots] = self._last_positions[slots] = 0
+
+    def _read(self, places: Sequence[int], prompts: Sequence[list[int]], uniforms: Tensor) -> None:
         device = self.target.device
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        width = max(map(len, prompts))
+        lens = np.array(list(map(len, prompts)))
+        width = int(lens.max())
+        self._positions[places], self._last_positions[places] = lens, lens + self.params.max_new_tokens
         # Padding on the right: no token looks ahead, and what lies behind a prompt is written over before it is read.
         padded = torch.tensor([prompt + [self.target.spec.pad_token_id] * (width - len(prompt)) for prompt in prompts])
+        slots, lengths, padded, uniforms = (
+            self._sent(each) for each in (torch.tensor(places), torch.from_numpy(lens), padded, uniforms))
         self.cursor.filling = slots
         output = self.target.forward(
-            padded.to(device), position_ids=torch.arange(width, device=device).expand(len(prompts), -1),
+            padded, position_ids=torch.arange(width, device=device).expand(len(prompts), -1),
             past_key_values=self.cache,
         )
         self.cursor.filling = None
@@ -138,21 +168,31 @@ class Slots:
         self.finished[slots] = torch.isin(first, self._stops) | (self.params.max_new_tokens == 1)
 
     @torch.inference_mode()
-    def steps(self, count: int) -> None:
-        """Decode ``count`` tokens a slot; waits for the GPU once."""
-        longest = int(self.cursor.positions.masked_fill(self.finished, 0).max())
+    def steps(self, count: int) -> Look:
+        """Have ``count`` tokens a slot decoded. Does not wait for a GPU."""
+        self._positions = np.minimum(self._positions + count, self._last_positions)
         width = SMALLEST_WIDTH
-        while width < longest + count:  # 256, 384, 512, 768, 1024, ...
+        while width < self._positions.max():  # 256, 384, 512, 768, 1024, ...
             width = width * 3 // 2 if width & (width - 1) == 0 else width * 4 // 3
         self.cursor.width = min(width, self.capacity)
-        if self._pool is None:
-            for _ in range(count):
-                self._step()
-            return
-        if self.cursor.width not in self._graphs:
+        if self._pool is not None and self.cursor.width not in self._graphs:
             self._graphs[self.cursor.width] = self._captured()
+        step = self._step if self._pool is None else self._graphs[self.cursor.width].replay
         for _ in range(count):
-            self._graphs[self.cursor.width].replay()
+            step()
+        copied = None if self._pool is None else torch.cuda.Event()
+        look = Look(self._fetched(self.finished), self._fetched(self.counts), self._fetched(self.written), copied)
+        if copied is not None:
+            copied.record()
+        return look
+
+    def _sent(self, values: Tensor) -> Tensor:
+        """Host memory that is not pinned would be copied only when the GPU has done all that it was given."""
+        return values.pin_memory().to(self.target.device, non_blocking=True) if self._pool is not None else values
+
+    def _fetched(self, values: Tensor) -> Tensor:
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pool is not None).copy_(
+            values, non_blocking=True)
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         unfinished = self.finished.clone()

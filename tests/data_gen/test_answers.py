@@ -57,7 +57,7 @@ def stop_ids(tokenizer) -> tuple[int, ...]:
 def keep(tokenizer, messages: list[dict], config: Config | None = None, **record) -> ShardRows:
     prompt = parse_prompt({"id": "p", "messages": messages, **record}, "s", keep=True)
     keeper = AnswerKeeper(config or configured(), tokenizer, stop_ids(tokenizer), [prompt], lambda: None)
-    assert keeper.ask() == []
+    assert list(keeper.ask()) == []
     result = keeper.rows()
     for row in result.rows:
         validate_row(row, vocab_size=len(tokenizer), stop_token_ids=frozenset(stop_ids(tokenizer)))
@@ -86,7 +86,7 @@ def served(tokenizer, text: str) -> Completion:
 def write(script: Script, *prompts: Prompt, config: Config | None = None) -> ShardRows:
     work = AnswerWriter(config or configured(), script.tokenizer, prompts, lambda: None)
     turn = 0
-    while asked := work.ask():
+    while asked := [ids for part in work.ask() for ids in part]:
         for index, completion in script(asked, turn):
             work.take(index, completion)
         turn += 1

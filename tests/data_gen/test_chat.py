@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import processors
 
-from data_gen.chat import encode_prompt, user_turn
+from data_gen.chat import encode_prompt, encode_prompts, user_turn
 from specvocab_model.chat_template import tokenizer_digests
 from specvocab_model.config import ConfigError
 from tests.tiny import CHAT_TEMPLATE, ENDOFTEXT_ID, IM_END_ID, IM_START_ID, tiny_tokenizer
@@ -106,6 +106,24 @@ def test_a_template_that_writes_the_date_always_writes_the_same():
 def test_a_conversation_that_the_template_refuses_is_an_error():
     with pytest.raises(ValueError, match=r"refuses roles \['system', 'user'\]: no system role"):
         encode_prompt(tokenizer_with(GEMMA), [{"role": "system", "content": "x"}, *USER])
+
+
+@pytest.mark.parametrize("template", [GEMMA, CHAT_TEMPLATE, None])
+@pytest.mark.parametrize("tools", [(), ({"name": "clock"},)])
+def test_conversations_together_are_what_each_is_alone(template, tools):
+    tokenizer = tokenizer_with(template)
+    system = {"role": "system", "content": "Be brief."}
+    conversations = [USER, [system, *USER], [{"role": "user", "content": "é <|im_end|> " * 9}], [], USER * 3]
+
+    def alone(messages) -> list[int] | str:
+        try:
+            return encode_prompt(tokenizer, messages, None, tools)
+        except ValueError as error:
+            return str(error)
+
+    for some in (conversations, conversations[:1], conversations[2:3] * 4, []):
+        together = encode_prompts(tokenizer, some, None, tools)
+        assert [str(each) if isinstance(each, ValueError) else each for each in together] == list(map(alone, some))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Slots that are refilled write what each prompt alone would, token for token, in every kind of target."""
 
+import random
+
 import pytest
 import torch
 
@@ -156,6 +158,7 @@ def stream(engine, batches: list[Batch], params, *, follow=lambda batch: None):
     return [[own[index] for index in sorted(own)] for own in completions.values()], events
 
 
+GREEDY = SamplingParams(max_new_tokens=24, stop_token_ids=EOS_IDS)
 SAMPLED = SamplingParams(max_new_tokens=32, stop_token_ids=tuple(range(0, 277, 20)), temperature=1.0, top_p=0.95)
 
 
@@ -163,7 +166,7 @@ def test_batches_together_are_what_each_is_alone_in_fewer_steps(llama, monkeypat
     monkeypatch.setattr(continuous_module, "CHECK_EVERY", 2)
     steps = []
     original = slots_module.Slots.steps
-    monkeypatch.setattr(slots_module.Slots, "steps", lambda self, count: (steps.append(count), original(self, count)))
+    monkeypatch.setattr(slots_module.Slots, "steps", lambda self, count: steps.append(count) or original(self, count))
     batches = [Batch(random_prompts(9, seed=seed), seed) for seed in range(4)]
     tokens = 9 * (max(len(prompt) for batch in batches for prompt in batch.prompts) + SAMPLED.max_new_tokens)
     expected = [run(ContinuousEngine(llama, batch_tokens=tokens), batch.prompts, SAMPLED, batch.seed)
@@ -237,6 +240,36 @@ def test_an_error_of_the_source_ends_the_stream_and_not_the_engine(llama):
     with pytest.raises(ConfigError, match="the disk is full"):
         list(engine.stream(source, SAMPLED))
     assert run(engine, prompts, SAMPLED) == run(ContinuousEngine(llama, batch_tokens=BIG), prompts, SAMPLED)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_how_far_a_gpu_is_behind_moves_nothing(llama, monkeypatch, ahead):
+    """Steps are given to it before it is known what the last ones finished, and more where rows took long to write."""
+    monkeypatch.setattr(continuous_module, "LOOKS_AHEAD", ahead)
+    batches = [Batch(random_prompts(7, seed=seed), seed) for seed in range(3)]
+    expected = [run(TransformersEngine(llama, batch_tokens=1), batch.prompts, GREEDY) for batch in batches]
+    draws = random.Random(ahead)
+    monkeypatch.setattr(slots_module.Look, "has_arrived", lambda self: draws.random() < 0.5)
+    completions, _ = stream(ContinuousEngine(llama, batch_tokens=300), batches, GREEDY)
+    assert completions == expected
+
+
+@pytest.mark.gpu
+def test_neither_prompts_nor_steps_wait_for_the_gpu(tmp_path):
+    target = tiny_target("llama", tmp_path)
+    target.model.to("cuda")
+    slots = slots_module.Slots(target, GREEDY, num_slots=4, capacity=64)
+
+    def some() -> slots_module.Look:
+        slots.admit([0, 2], random_prompts(2), torch.zeros(2, 0))
+        return slots.steps(4)
+
+    some().completions([0, 2])  # captures
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        some()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -1,9 +1,12 @@
 """Shards that one rank makes together hold what each would hold alone, appear whole, and leave others their share."""
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
+import data_gen.open_shards
+import data_gen.shards
 import data_gen.stage
 from data_gen.claims import Claims
 from data_gen.engines import Completion, ContinuousEngine, Engine
@@ -120,7 +123,8 @@ class Echo(ShardWork):
         self.answers = {}
 
     def ask(self):
-        return [] if self.answers else [[1]] * len(self.prompts)
+        if not self.answers:
+            yield [[1]] * len(self.prompts)
 
     def take(self, index, completion):
         self.answers[index] = completion.token_ids
@@ -131,6 +135,17 @@ class Echo(ShardWork):
                               finish_reason="length") for index, prompt in enumerate(self.prompts)])
 
 
+class Slow(Echo):
+    """Notes when a prompt is encoded."""
+
+    events: ClassVar[list[str]] = []
+
+    def ask(self):
+        for prompt in [] if self.answers else self.prompts:
+            self.events.append(f"encoded {prompt}")
+            yield [[1]]
+
+
 class Bar(SimpleNamespace):
     def update(self):
         self.n += 1
@@ -139,12 +154,14 @@ class Bar(SimpleNamespace):
         pass
 
 
-def open_shards(folder, claims, *, num_shards: int, rank: int = 0, num_ranks: int = 1) -> OpenShards:
-    """Of two prompts each."""
-    prompts = [str(number) for number in range(2 * num_shards)]
+def open_shards(
+    folder, claims, *, num_shards: int, rank: int = 0, num_ranks: int = 1, size: int = 2, write=Echo
+) -> OpenShards:
+    """Of ``size`` prompts each."""
+    prompts = [str(number) for number in range(size * num_shards)]
     writer = ShardWriter(folder, target="t", settings={"target": {"fingerprint": "f"}}, num_prompts=len(prompts),
-                         rows_per_shard=2, vocab_size=9, stop_token_ids=())
-    return OpenShards(config_of(["+experiment=quickstart"]), stage="s", prompts=prompts, write=Echo, writer=writer,
+                         rows_per_shard=size, vocab_size=9, stop_token_ids=())
+    return OpenShards(config_of(["+experiment=quickstart"]), stage="s", prompts=prompts, write=write, writer=writer,
                       claims=claims, progress=Bar(n=0, total=len(prompts)), rank=rank, num_ranks=num_ranks)
 
 
@@ -191,3 +208,41 @@ def test_progress_counts_what_is_half_made(tmp_path):
         assert seen == [1, 2, 3, 4]
         assert [path.name for path in sorted(tmp_path.glob("*.parquet"))] == [
             "shard-00000.parquet", "shard-00001.parquet"]
+
+
+def test_the_next_shard_is_encoded_between_the_answers_of_this_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_gen.open_shards, "ANSWERS_A_PART", 2)
+    events = Slow.events
+    with Claims(tmp_path) as claims:
+        shards = open_shards(tmp_path, claims, num_shards=2, size=8, write=Slow)
+        first = shards.next_batch()
+        assert events == [f"encoded {number}" for number in range(8)], "what the engine waits for comes at once"
+        events.clear()
+        for index in range(7):
+            shards.take(first, index, Completion([3], "length"))
+            events.append("answered")
+        assert events == ["answered", "encoded 8", "answered", "answered", "encoded 9", "answered", "answered",
+                          "encoded 10", "answered", "answered"]
+        shards.take(first, 7, Completion([3], "length"))
+        assert [path.name for path in tmp_path.glob("*.parquet")] == ["shard-00000.parquet"]
+        assert len(shards.next_batch().prompts) == 8 and events[-1] == "encoded 15"
+        assert shards.next_batch() is None
+
+
+def test_a_long_shard_is_written_between_the_answers_of_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_gen.open_shards, "ANSWERS_A_PART", 1)
+    monkeypatch.setattr(data_gen.shards, "ROWS_AT_ONCE", 3)
+    with Claims(tmp_path) as claims:
+        shards = open_shards(tmp_path, claims, num_shards=2, size=8)
+        first, second = all_batches(shards)
+        for index in range(8):
+            shards.take(first, index, Completion([3], "length"))
+        written = []
+        for index in range(7):
+            written.append(len(shards.writer.missing_shards()) == 1)
+            shards.take(second, index, Completion([3], "length"))
+        assert written == [False, True, True, True, True, True, True]
+        assert list(tmp_path.glob(".shard-00000.claim")) == []
+        shards.take(second, 7, Completion([3], "length"))
+        assert not shards.begin(), "nothing is left to be asked"
+        assert shards.writer.missing_shards() == [], "so it is written"

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data_gen.shards
 from data_gen.files import appearing_whole
-from data_gen.rows import Skipped
+from data_gen.rows import Skipped, validate_row, validate_rows
 from data_gen.shards import (
     MANIFEST_FILE,
     UNFINISHED_FILE,
@@ -130,6 +131,44 @@ def test_a_row_that_contradicts_itself_is_refused_and_leaves_no_file(tmp_path, c
     with pytest.raises(ValueError, match=f"row 'r': .*{reason}"):
         shard_writer.write(0, [replace(GOOD, **changes)])
     assert list(tmp_path.glob("*shard*")) == []
+
+
+numbers = st.lists(st.sampled_from([-1, 0, 1, 2, 7, 9, VOCAB_SIZE - 1, VOCAB_SIZE]), max_size=5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(numbers, st.lists(st.sampled_from([0, 0, 1, 1, 1, 2, -1]), max_size=5),
+                          st.sampled_from(["stop", "length", "abort"])), max_size=4), st.data())
+def test_rows_are_refused_together_as_they_are_one_by_one(parts, data):
+    rows = [Row(id=f"{number}", source="", input_ids=ids, loss_mask=mask, finish_reason=reason)
+            for number, (ids, mask, reason) in enumerate(parts)]
+    rows.insert(data.draw(st.integers(0, len(rows))), GOOD)
+
+    def refusal(validate) -> str:
+        try:
+            validate()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    rules = {"vocab_size": VOCAB_SIZE, "stop_token_ids": frozenset(STOP)}
+    one_by_one = refusal(lambda: [validate_row(row, **rules) for row in rows])
+    assert refusal(lambda: validate_rows(rows, **rules)) == one_by_one
+    validate_rows([GOOD, GOOD], **rules)
+    validate_rows([], **rules)
+
+
+def test_shards_of_many_rows_are_what_they_would_be_in_one_piece(tmp_path, monkeypatch):
+    rows = rows_for(10)
+    for name, at_once in (("parts", 3), ("whole", 100)):
+        monkeypatch.setattr(data_gen.shards, "ROWS_AT_ONCE", at_once)
+        shard_writer = writer(tmp_path / name, 10, 10)
+        shard_writer.open()
+        skipped = [Skipped(id="s", reason="r")]
+        parts = sum(1 for _ in shard_writer.write_in_parts(0, rows, skipped))
+        assert parts == (3 if name == "parts" else 0)
+        assert shard_writer.skipped() == skipped
+    assert files(tmp_path / "parts") == files(tmp_path / "whole")
 
 
 def test_of_two_workers_that_made_a_shard_the_first_is_kept(tmp_path):
