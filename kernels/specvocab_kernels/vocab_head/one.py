@@ -44,7 +44,7 @@ def _load_rows(pointers, column, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
     for first in tl.static_range(0, LENGTH, WIDTH):
         inside = (first + column < LENGTH)[None, :]
         piece = tl.load(pointers + first, mask=inside, other=0.0, eviction_policy="evict_first")
-        pieces = pieces + (piece,)  # noqa: RUF005 (Triton does not unpack)
+        pieces = pieces + (piece,)  # type: ignore[assignment]  # noqa: RUF005 (Triton does not unpack)
     return pieces
 
 
@@ -116,7 +116,7 @@ def tile_kernel(
             factor = _pack(reduced_ptr, first + column, first + column < LENGTH, largest)
         else:
             factor = tl.load(reduced_ptr + first + column, mask=first + column < LENGTH, other=0.0)
-        factors = factors + (factor,)  # noqa: RUF005
+        factors = factors + (factor,)  # type: ignore[assignment]  # noqa: RUF005
 
     scores = tl.zeros((PARTS, SUB), dtype=tl.float32)
     for i in tl.static_range(PARTS):
@@ -133,7 +133,7 @@ def tile_kernel(
                 dots = _dp4a(current[j], factors[j][1][None, :], dots, EMULATE)
             found = tl.sum(dots, 1).to(tl.float32)
         else:
-            products = current[0].to(tl.float32) * factors[0][None, :]
+            products = current[0].to(tl.float32) * factors[0][None, :]  # type: ignore[misc]
             for j in tl.static_range(1, PIECES):
                 products += current[j].to(tl.float32) * factors[j][None, :]
             found = tl.sum(products, 1)
