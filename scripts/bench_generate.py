@@ -1,14 +1,17 @@
 """How fast an engine writes responses: tokens/s, hours for a data set, and how long the GPU idles.
 
-    python scripts/bench_generate.py +experiment=smollm2_135m generation.num_prompts=2048 generation.max_new_tokens=256
+    python scripts/bench_generate.py +experiment=smollm2_135m generation=greedy generation.samples_per_prompt=1 \\
+        generation.num_prompts=2048 generation.max_new_tokens=256
 
 Prompts are those of ``generation.prompt_files`` (or of the quickstart), repeated until there are
 ``generation.num_prompts`` (512). No token stops a response, so every prompt gets ``generation.max_new_tokens`` and two
 runs compare. A first pass over all prompts is not counted: it compiles and captures. The hours are those of the answers
 that data_gen/main.py would be asked for: to all prompts of the files and ``generation.magpie_prompts``, each
 ``generation.samples_per_prompt`` times; at most, because an answer that ends before ``generation.max_new_tokens`` takes
-less. The engine of this process is timed again with the target's layers not compiled (specvocab_model/
-compiled_layers.py). Writes ``output_dir/bench_generate.json``.
+less. The engine of this process is timed again with attention under masks, as wide as the longest slot, instead of the
+kernel that reads each slot's own columns (kernels/specvocab_kernels/slot_attention), a step of both by number of slots;
+and with the target's layers not compiled (specvocab_model/compiled_layers.py). Writes
+``output_dir/bench_generate.json``. ``scripts/bench_data_gen.py`` times the whole command.
 """
 
 from __future__ import annotations
@@ -19,14 +22,18 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from specvocab_kernels.timing import median_ms
 
 from data_gen.chat import encode_prompt
 from data_gen.engines import ContinuousEngine, Engine, Rejected, SamplingParams, build_engine
+from data_gen.engines.continuous_engine import CAPACITY_STEP, CHECK_EVERY
+from data_gen.engines.slots import Slots
 from data_gen.prompts import load_prompts
 from specvocab_model.cli import hydra_main
 from specvocab_model.compiled_layers import can_compile
@@ -34,6 +41,8 @@ from specvocab_model.config import CONFIG_DIR, Config, ConfigError
 from specvocab_model.target import load_spec_and_tokenizer
 
 NUM_PROMPTS = 512
+NUM_SLOTS = (32, 128, 512, 1024)  # of the steps that are timed
+PROMPT_TOKENS = 80  # of each of these slots
 QUICKSTART_PROMPTS = Path(CONFIG_DIR).parent / "data_gen" / "quickstart_prompts.jsonl"
 SAMPLE_MS = 100  # of the GPU's utilisation
 
@@ -45,6 +54,10 @@ def main(config: Config) -> None:
     prompts = prompts_of(config)  # first: what is wrong with them is said before anything is loaded
     engine = build_engine(config, device)
     result = measure(config, engine, prompts)
+    if isinstance(engine, ContinuousEngine) and engine.own_columns:
+        result["step_ms"] = step_times(config, engine)
+        masked = measure(config, with_masks(engine), prompts)
+        result["masked_attention_tokens_per_second"] = masked["tokens_per_second"]
     if isinstance(engine, ContinuousEngine) and can_compile(device, None):
         plain = measure(config, with_plain_layers(engine), prompts)
         result["plain_layers_tokens_per_second"] = plain["tokens_per_second"]
@@ -77,6 +90,37 @@ def prompts_of(config: Config) -> list[list[int]]:
     if not fitting:
         raise ConfigError(f"all prompts have more than generation.max_prompt_tokens={limit} tokens; raise it")
     return list(islice(cycle(fitting), config.generation.num_prompts or NUM_PROMPTS))
+
+
+def step_times(config: Config, engine: ContinuousEngine, repeats: int = 5) -> dict[str, dict[str, float]]:
+    """Milliseconds of a step on a GPU, by number of slots: with each slot's own columns, and under masks.
+
+    Slots hold prompts of ``PROMPT_TOKENS`` and anything from none to all of ``generation.max_new_tokens``.
+    """
+    generation = config.generation
+    params = SamplingParams(max_new_tokens=generation.max_new_tokens, stop_token_ids=(),
+                            temperature=generation.temperature, top_k=generation.top_k, top_p=generation.top_p)
+    num_tokens = PROMPT_TOKENS + params.max_new_tokens + (repeats + 1) * CHECK_EVERY
+    capacity = -(-num_tokens // CAPACITY_STEP) * CAPACITY_STEP
+    engine.drop_slots()
+    times: dict[str, dict[str, float]] = {}
+    for num_slots in NUM_SLOTS:
+        for name, own_columns in (("own columns", True), ("masks", False)):
+            slots = Slots(engine.target, params, num_slots=num_slots, capacity=capacity, own_columns=own_columns)
+            slots.hold(PROMPT_TOKENS + torch.linspace(0, params.max_new_tokens - 1, num_slots).long())
+            took = median_ms(partial(slots.steps, CHECK_EVERY), repeats, on_gpu=engine.target.device.type == "cuda")
+            times.setdefault(str(num_slots), {})[name] = round(took / CHECK_EVERY, 2)
+            del slots
+            engine.drop_slots()
+    return times
+
+
+def with_masks(engine: ContinuousEngine) -> ContinuousEngine:
+    """The same engine, attention under masks. The old one gives its slots up, and is done with."""
+    engine.drop_slots()
+    other = ContinuousEngine(engine.target, batch_tokens=engine.batch_tokens)
+    other.own_columns = False
+    return other
 
 
 def with_plain_layers(engine: ContinuousEngine) -> ContinuousEngine:

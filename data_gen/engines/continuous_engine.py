@@ -88,9 +88,9 @@ class ContinuousEngine(Engine):
         Args:
             batch_tokens: bound on slots * (longest prompt + max_new_tokens), which bounds the KV cache.
         """
-        use_grouped_attention(target)
         self.target = target
         self.batch_tokens = batch_tokens
+        self.own_columns = use_grouped_attention(target)  # see ``Slots``
         self._slots: Slots | None = None
         self._tried = self._num_tokens = 0  # slots that there were at the last call, tokens that each should hold
 
@@ -157,8 +157,11 @@ class ContinuousEngine(Engine):
         if kept is None or kept.params != params or kept.capacity < num_tokens or kept.num_slots < wanted:
             self._slots = kept = None  # before the new ones take memory
             self._tried = wanted
-            self._slots = kept = Slots(self.target, params, num_slots=wanted, capacity=capacity)
+            self._slots = kept = self._new_slots(params, wanted, capacity)
         return kept
+
+    def _new_slots(self, params: SamplingParams, num_slots: int, capacity: int) -> Slots:
+        return Slots(self.target, params, num_slots=num_slots, capacity=capacity, own_columns=self.own_columns)
 
     def _room(self, num_tokens: int) -> int:
         """Slots that there may be if each holds ``num_tokens``."""

@@ -94,16 +94,21 @@ class Look:
 class Slots:
     """Decodes up to ``num_slots`` prompts at a time. Which of them share a step moves nothing but rounding."""
 
-    def __init__(self, target: Target, params: SamplingParams, *, num_slots: int, capacity: int) -> None:
+    def __init__(
+        self, target: Target, params: SamplingParams, *, num_slots: int, capacity: int, own_columns: bool
+    ) -> None:
         """
         Args:
             capacity: tokens that a prompt and its completion may have together.
+            own_columns: attention is told each slot's columns and reads no others, see ``grouped_attention``; else it
+                reads as many of every slot as the longest has, under masks.
         """
         device, limit = target.device, params.max_new_tokens
         config = target.model.config.to_dict()
         self.target = target
         self.params = params
         self.capacity = capacity
+        self.own_columns = own_columns
         self.num_slots = num_slots
         self.sampling = Sampling(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
         self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # the newest of each slot, not yet read
@@ -139,6 +144,14 @@ class Slots:
             self._read(slots[start : start + size], prompts[start : start + size], uniforms[start : start + size])
             start += size
 
+    def hold(self, positions: Tensor) -> None:
+        """For measuring: all slots decode, the next token of each at its place of ``positions``, int64 [slots]."""
+        self.cursor.positions.copy_(positions)
+        self._positions[:] = positions
+        self._last_positions[:] = self.capacity
+        self.counts.fill_(1)
+        self.finished.fill_(False)
+
     def release(self, slots: Sequence[int]) -> None:
         """These are not looked at any more; they need not be finished."""
         self._positions[slots] = self._last_positions[slots] = 0
@@ -171,10 +184,7 @@ class Slots:
     def steps(self, count: int) -> Look:
         """Have ``count`` tokens a slot decoded. Does not wait for a GPU."""
         self._positions = np.minimum(self._positions + count, self._last_positions)
-        width = SMALLEST_WIDTH
-        while width < self._positions.max():  # 256, 384, 512, 768, 1024, ...
-            width = width * 3 // 2 if width & (width - 1) == 0 else width * 4 // 3
-        self.cursor.width = min(width, self.capacity)
+        self.cursor.width = self.capacity if self.own_columns else self._width()
         if self._pool is not None and self.cursor.width not in self._graphs:
             self._graphs[self.cursor.width] = self._captured()
         step = self._step if self._pool is None else self._graphs[self.cursor.width].replay
@@ -186,9 +196,18 @@ class Slots:
             copied.record()
         return look
 
+    def _width(self) -> int:
+        """Columns that all slots have in use, rounded up, so that there are few graphs."""
+        width = SMALLEST_WIDTH
+        while width < self._positions.max():  # 256, 384, 512, 768, 1024, ...
+            width = width * 3 // 2 if width & (width - 1) == 0 else width * 4 // 3
+        return min(width, self.capacity)
+
     def _sent(self, values: Tensor) -> Tensor:
         """Host memory that is not pinned would be copied only when the GPU has done all that it was given."""
-        return values.pin_memory().to(self.target.device, non_blocking=True) if self._pool is not None else values
+        if self._pool is None or not values.numel():
+            return values.to(self.target.device)
+        return values.pin_memory().to(self.target.device, non_blocking=True)
 
     def _fetched(self, values: Tensor) -> Tensor:
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pool is not None).copy_(
@@ -213,8 +232,8 @@ class Slots:
         """One token for every slot that is not finished. In place throughout: a graph remembers addresses."""
         positions = self.cursor.positions
         output = self.target.forward(
-            self.tokens[:, None], position_ids=positions[:, None], attention_mask=self._masks(),
-            past_key_values=self.cache,
+            self.tokens[:, None], position_ids=positions[:, None], past_key_values=self.cache,
+            attention_mask=self._columns() if self.own_columns else self._masks(),
         )
         column = self.counts.clamp_max(self.params.max_new_tokens - 1)[:, None]
         uniform = self.uniforms if self.sampling.greedy else self.uniforms.gather(1, column)
@@ -227,6 +246,18 @@ class Slots:
         positions += moving
         over = torch.isin(self.tokens, self._stops) | (self.counts == self.params.max_new_tokens)
         self.finished |= over
+
+    def _columns(self) -> Tensor | dict[str, Tensor]:
+        """The first and the last column that each slot's next token looks at: int64 ``[2, slots, 1, 1]``."""
+        last = self.cursor.positions
+        first = last * self.finished  # one that stands still reads one column, and nobody reads what it makes of it
+        full = torch.stack([first, last])[..., None, None]
+        if self.sliding_window is None:
+            return full
+        sliding = torch.stack([torch.maximum(first, last - self.sliding_window + 1), last])[..., None, None]
+        if self.layer_types is None:
+            return sliding
+        return {"full_attention": full, "sliding_attention": sliding}
 
     def _masks(self) -> Tensor | dict[str, Tensor]:
         """What each slot's next token may look at, added to the scores: ``[slots, 1, 1, width]``."""

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from specvocab_kernels.slot_attention import slot_attention
 
 from data_gen.engines import Batch, Completion, SamplingParams, TransformersEngine
 from data_gen.engines import continuous_engine as continuous_module
@@ -49,7 +50,30 @@ def test_greedy_equals_one_prompt_at_a_time(target):
     expected = run(TransformersEngine(target, batch_tokens=1), prompts, params)
     assert {completion.finish_reason for completion in expected} == {"stop", "length"}
     for batch_tokens in (BIG, 240):  # all at once; five slots
-        assert run(ContinuousEngine(target, batch_tokens=batch_tokens), prompts, params) == expected
+        for own_columns in (True, False):
+            engine = ContinuousEngine(target, batch_tokens=batch_tokens)
+            assert engine.own_columns == (target.model.config._attn_implementation != "eager")
+            engine.own_columns &= own_columns
+            assert run(engine, prompts, params) == expected
+
+
+def test_the_kernel_writes_what_plain_torch_does(target, monkeypatch):
+    """In Triton's interpreter where there is no GPU."""
+    if target.model.config._attn_implementation == "eager":
+        pytest.skip("attention that is not switched has no kernel")
+    monkeypatch.setattr(continuous_module, "CHECK_EVERY", 1)  # no step in vain: the interpreter is slow
+    monkeypatch.setattr(continuous_module, "LOOKS_AHEAD", 0)
+    prompts, params = [[5] * 9, [6] * 3], SamplingParams(max_new_tokens=4, stop_token_ids=())
+    expected = run(TransformersEngine(target, batch_tokens=1), prompts, params)
+    calls = []
+
+    def by_kernel(*arguments) -> torch.Tensor:
+        calls.append(arguments)
+        return slot_attention(*arguments, impl="triton")
+
+    monkeypatch.setattr("data_gen.engines.grouped_attention.slot_attention", by_kernel)
+    assert run(ContinuousEngine(target, batch_tokens=BIG), prompts, params) == expected
+    assert calls
 
 
 def test_one_engine_serves_different_calls(llama):
@@ -258,7 +282,7 @@ def test_how_far_a_gpu_is_behind_moves_nothing(llama, monkeypatch, ahead):
 def test_neither_prompts_nor_steps_wait_for_the_gpu(tmp_path):
     target = tiny_target("llama", tmp_path)
     target.model.to("cuda")
-    slots = slots_module.Slots(target, GREEDY, num_slots=4, capacity=64)
+    slots = slots_module.Slots(target, GREEDY, num_slots=4, capacity=64, own_columns=False)
 
     def some() -> slots_module.Look:
         slots.admit([0, 2], random_prompts(2), torch.zeros(2, 0))

@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 
-from data_gen.engines import build_engine
-from scripts.bench_generate import main, measure, prompts_of
+from data_gen.engines import ContinuousEngine, build_engine
+from scripts import bench_generate
+from scripts.bench_generate import main, measure, prompts_of, step_times
 from specvocab_model.config import ConfigError
+from specvocab_model.target import Target
 from tests.data_gen.runs import NUM_PROMPTS, config_of, overrides, write_inputs
 
 
@@ -23,6 +25,15 @@ def test_counts_of_a_tiny_target(tmp_path):
     hours = result["data_set_answers"] * 5 / result["tokens_per_second"] / 3600
     assert abs(result["data_set_hours_at_most"] - hours) < 1e-3 * hours + 1e-4  # both are rounded
     assert json.loads(json.dumps(result)) == result
+
+
+def test_steps_are_timed_with_and_without_masks(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_generate, "NUM_SLOTS", (2, 5))
+    config = config_of(overrides(write_inputs(tmp_path), "bench", "generation.max_new_tokens=30"))
+    engine = ContinuousEngine(Target.load(config.target, device=torch.device("cpu")), batch_tokens=100)
+    times = step_times(config, engine, repeats=1)
+    assert list(times) == ["2", "5"]
+    assert all(set(each) == {"own columns", "masks"} and min(each.values()) > 0 for each in times.values())
 
 
 def test_prompts_are_read_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
