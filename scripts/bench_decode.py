@@ -12,7 +12,7 @@ head, which is faster there. A shape is a chain's length, or DEPTHxTOP_KxTOKENS 
 turns one after the other, in one process, with the same graphs; seconds include the prefill. A later turn of a prompt
 follows on the target's greedy answers. Greedy outputs are compared with the plain one; of every output that differs,
 the JSON has the gap between the target's two best logits there: rounding for a tie.
-``--plain-layers`` adds every engine with the target's layers not compiled (specvocab_model/compiled_layers.py).
+``--plain-layers`` adds every engine with nothing compiled (specvocab_model/compiled_layers.py).
 ``--random`` makes target and drafts of random weights: their times are those of the shape, their acceptance means
 nothing.
 """
@@ -20,7 +20,6 @@ nothing.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import random
 import time
@@ -98,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=sorted(TORCH_DTYPES), default="bfloat16")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel anew")
-    parser.add_argument("--plain-layers", action="store_true", help="also with the target's layers not compiled")
+    parser.add_argument("--plain-layers", action="store_true", help="also with nothing compiled")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--random", action="store_true", help="random weights of the shape that follows")
     parser.add_argument("--tiny", action="store_true", help="the same, tiny")
@@ -221,12 +220,10 @@ def measure(
         "capacity": longest + args.max_new_tokens, "batch_size": args.batch,
         "sampling": args.temperature, "graphs": not args.no_graphs,
     }
-    plain = copy.copy(target)
-    plain.compile_layers = False
     engines: dict[str, DecodeEngine] = {}
     parts: dict[str, dict[str, str]] = {}
-    for each, layers in [(target, ""), (plain, ", plain layers")][: 1 + args.plain_layers]:
-        engines[f"autoregressive{layers}"] = DecodeEngine(each, **options)
+    for compile, layers in [(True, ""), (False, ", plain layers")][: 1 + args.plain_layers]:
+        engines[f"autoregressive{layers}"] = DecodeEngine(target, **options, compile=compile)
         parts[f"autoregressive{layers}"] = {}
         for number, (name, model) in enumerate(drafts.items()):
             place_draft(model, target)
@@ -237,7 +234,7 @@ def measure(
                 for shape in args.shapes:
                     label = f"{name} {head} {name_of(shape)}{layers}"
                     parts[label] = {"draft": name, "head": head, "shape": name_of(shape)}
-                    engines[label] = DecodeEngine(each, model, made, shape=shape, **options)
+                    engines[label] = DecodeEngine(target, model, made, shape=shape, **options, compile=compile)
     measured = decode(args, target, engines, turns)
     baseline = measured["autoregressive"].tokens_per_second
     length = sum(len(turn.prompt_ids) for turn in turns) // len(turns) + args.max_new_tokens // 2

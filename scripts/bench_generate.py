@@ -10,7 +10,7 @@ that data_gen/main.py would be asked for: to all prompts of the files and ``gene
 ``generation.samples_per_prompt`` times; at most, because an answer that ends before ``generation.max_new_tokens`` takes
 less. The engine of this process is timed again with attention under masks, as wide as the longest slot, instead of the
 kernel that reads each slot's own columns (kernels/specvocab_kernels/slot_attention), a step of both by number of slots;
-and with the target's layers not compiled (specvocab_model/compiled_layers.py). Writes
+with ``--compiled-layers`` also with the target's layers compiled (specvocab_model/compiled_layers.py). Writes
 ``output_dir/bench_generate.json``. ``scripts/bench_data_gen.py`` times the whole command.
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,10 +37,10 @@ from data_gen.engines.continuous_engine import CAPACITY_STEP, CHECK_EVERY
 from data_gen.engines.slots import Slots
 from data_gen.prompts import load_prompts
 from specvocab_model.cli import hydra_main
-from specvocab_model.compiled_layers import can_compile
 from specvocab_model.config import CONFIG_DIR, Config, ConfigError
 from specvocab_model.target import load_spec_and_tokenizer
 
+COMPILED = "--compiled-layers"  # an option beside Hydra's overrides
 NUM_PROMPTS = 512
 NUM_SLOTS = (32, 128, 512, 1024)  # of the steps that are timed
 PROMPT_TOKENS = 80  # of each of these slots
@@ -47,20 +48,38 @@ QUICKSTART_PROMPTS = Path(CONFIG_DIR).parent / "data_gen" / "quickstart_prompts.
 SAMPLE_MS = 100  # of the GPU's utilisation
 
 
-@hydra_main
-def main(config: Config) -> None:
+def main() -> None:
+    also_compiled = COMPILED in sys.argv
+    sys.argv = [argument for argument in sys.argv if argument != COMPILED]
+
+    @hydra_main
+    def command(config: Config) -> None:
+        """As the module says."""
+        bench(config, also_compiled)
+
+    command()
+
+
+def bench(config: Config, also_compiled: bool) -> None:
+    """
+    Raises:
+        ConfigError: what cannot be measured.
+    """
     on_gpu = torch.cuda.is_available() and not config.distributed.cpu
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     prompts = prompts_of(config)  # first: what is wrong with them is said before anything is loaded
     engine = build_engine(config, device)
+    if also_compiled and not isinstance(engine, ContinuousEngine):
+        raise ConfigError(f"{COMPILED} is for generation.engine=transformers on a GPU, and this is "
+                          f"{type(engine).__name__}; leave it out")
     result = measure(config, engine, prompts)
     if isinstance(engine, ContinuousEngine) and engine.own_columns:
         result["step_ms"] = step_times(config, engine)
         masked = measure(config, with_masks(engine), prompts)
         result["masked_attention_tokens_per_second"] = masked["tokens_per_second"]
-    if isinstance(engine, ContinuousEngine) and can_compile(device, None):
-        plain = measure(config, with_plain_layers(engine), prompts)
-        result["plain_layers_tokens_per_second"] = plain["tokens_per_second"]
+    if also_compiled and isinstance(engine, ContinuousEngine):
+        compiled = measure(config, with_compiled_layers(engine), prompts)
+        result["compiled_layers_tokens_per_second"] = compiled["tokens_per_second"]
     result |= {"device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
                "torch": torch.__version__, "target": config.target.model, "engine": config.generation.engine}
     path = Path(config.output_dir) / "bench_generate.json"
@@ -123,11 +142,10 @@ def with_masks(engine: ContinuousEngine) -> ContinuousEngine:
     return other
 
 
-def with_plain_layers(engine: ContinuousEngine) -> ContinuousEngine:
-    """The same engine, whose target's layers are not compiled. The old one gives its slots up, and is done with."""
+def with_compiled_layers(engine: ContinuousEngine) -> ContinuousEngine:
+    """The same engine, whose target's layers are compiled. The old one gives its slots up, and is done with."""
     engine.drop_slots()
-    engine.target.compile_layers = False
-    return ContinuousEngine(engine.target, batch_tokens=engine.batch_tokens)
+    return ContinuousEngine(engine.target.with_compiled_layers(), batch_tokens=engine.batch_tokens)
 
 
 def num_answers(config: Config) -> int:

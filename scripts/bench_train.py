@@ -28,7 +28,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from data_gen.files import make_folder, write_json
 from specvocab_model import packed_attention
-from specvocab_model.compiled_layers import BACKENDS
 from specvocab_model.config import HeadConfig, OptimConfig
 from specvocab_model.draft import DraftArchitecture, SpecVocabDraft
 from specvocab_model.losses import Objective, step_weights, valid_counts
@@ -120,8 +119,6 @@ def build_target(args: argparse.Namespace, device: torch.device, kind: str) -> T
     )
     with torch.device(device):
         model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
-    if kind.startswith("compiled"):
-        BACKENDS.setdefault("cuda", "inductor")
     if not kind.endswith("mask"):
         model.set_attn_implementation(packed_attention.NAME)
     spec = TargetSpec(
@@ -132,7 +129,8 @@ def build_target(args: argparse.Namespace, device: torch.device, kind: str) -> T
         logit_scale=1.0, fingerprint="",
     )  # fmt: skip
     tokenizer: Any = None
-    return Target(spec, model, tokenizer, compile_layers=kind.startswith("compiled"))
+    target = Target(spec, model, tokenizer)
+    return target.with_compiled_layers() if kind.startswith("compiled") else target
 
 
 def build_draft(args: argparse.Namespace, num_steps: int, device: torch.device) -> SpecVocabDraft:

@@ -129,8 +129,10 @@ def make_engines(
     """Plain and with the draft, alike in all else."""
     capacity = num_prompt_tokens + options.max_new_tokens
     head = build_head(model.head_config.type, target, model)
-    return (DecodeEngine(target, capacity=capacity, sampling=options.temperature),
-            DecodeEngine(target, model, head, shape=options.shape, capacity=capacity, sampling=options.temperature))
+    # One answer each: compiling would take far longer than it saves.
+    return (DecodeEngine(target, capacity=capacity, sampling=options.temperature, compile=False),
+            DecodeEngine(target, model, head, shape=options.shape, capacity=capacity, sampling=options.temperature,
+                         compile=False))
 
 
 def describe(shape: DraftShape) -> str:

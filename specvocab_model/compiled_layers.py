@@ -1,30 +1,32 @@
-"""The target's decoder layers under torch.compile: one code for all of them, a quarter of the kernels.
+"""Functions and the target's decoder layers under torch.compile: one code for all layers, a quarter of the kernels.
 
 transformers runs a layer as dozens of kernels (a norm alone is eight), and a small model waits for each to start.
 Compiled, a layer is 15 to 17: seven products, attention, and what lies between them; the cache is written in place.
+The final norm and the rotary embedding are compiled beside them.
 Lengths are symbols, so that neither a batch nor a cache of another size compiles anew; only one row or one token do.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-SWITCH = "SPECVOCAB_COMPILED_LAYERS"  # "1" in the environment; off until it has been measured on a card
 # Of torch.compile, by the device's type; elsewhere layers run as they are. Not one that captures CUDA graphs itself:
 # the engines do that.
-BACKENDS = {"cuda": "inductor"} if os.environ.get(SWITCH) == "1" else {}
+BACKENDS = {"cuda": "inductor"}
 # Codes of a process. dynamo's own limit of 8 is soon reached: one or several rows, one or several tokens, with a cache,
 # a mask or neither, for each type of layer. Beyond it dynamo warns and runs the layers as they are.
 MOST_CODES = 64
 ALIGNMENT = 8  # elements from row to row that fused attention wants of a mask; it copies others
+
+Fuse = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes few kernels of a function, or leaves it as it is."""
 
 
 class InPlaceCache(Cache):
@@ -46,6 +48,24 @@ class OneLayer:
         return self.layer.update(key_states, value_states)
 
 
+def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """``function`` in one graph where ``BACKENDS`` has the device's type, itself elsewhere.
+
+    Tensors that it changes must not overlap with any that it is given beside them. Lengths are symbols, also those that
+    are given as int.
+    """
+    if device.type not in BACKENDS:
+        return function
+    run = _compiled(function, BACKENDS[device.type], fullgraph=True)
+
+    @wraps(function)
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(cache_size_limit=MOST_CODES):
+            return run(*args, **kwargs)
+
+    return limited
+
+
 def can_compile(device: torch.device, memory: Cache | None) -> bool:
     """Whether ``compiled_layers`` serves a forward there, with this cache."""
     return device.type in BACKENDS and (memory is None or isinstance(memory, InPlaceCache))
@@ -53,22 +73,26 @@ def can_compile(device: torch.device, memory: Cache | None) -> bool:
 
 @contextmanager
 def compiled_layers(decoder: nn.Module, device: torch.device, memory: Cache | None, argument: str) -> Iterator[None]:
-    """Within it ``decoder`` runs compiled layers; their hooks stay outside of the code, and see what they always see.
+    """Within it ``decoder`` runs compiled; the layers' hooks stay outside of the code, and see what they always see.
 
     Args:
         memory: the cache that is given to ``decoder``, under the name ``argument``.
     """
-    compiled, masks = _compiled(BACKENDS[device.type]), Masks(next(decoder.parameters()).dtype)
+    run, masks = _compiled(_run, BACKENDS[device.type]), Masks(next(decoder.parameters()).dtype)
     layers: list[Any] = list(decoder.layers)  # type: ignore[arg-type]
     for number, layer in enumerate(layers):
         own = {} if memory is None else {argument: OneLayer(memory.layers[number])}
-        layer.forward = partial(_forward, compiled, layer, masks, own)
+        layer.forward = partial(_forward, run, layer, masks, own)
+    embeddings = decoder.get_input_embeddings()  # type: ignore[operator]  # one kernel as it is
+    others: list[Any] = [module for module in decoder.children() if module not in (decoder.layers, embeddings)]
+    for module in others:  # norm and rotary embeddings
+        module.forward = partial(_forward_other, run, module)
     try:
         with torch._dynamo.config.patch(cache_size_limit=MOST_CODES):
             yield
     finally:
-        for layer in layers:
-            del layer.forward  # the class's own shows again
+        for module in (*layers, *others):
+            del module.forward  # the class's own shows again
 
 
 class Masks:
@@ -93,15 +117,19 @@ class Masks:
 
 
 def _forward(
-    compiled: Callable[..., Tensor], layer: nn.Module, masks: Masks, own: dict[str, OneLayer], *args: Any, **kwargs: Any
+    run: Callable[..., Tensor], layer: nn.Module, masks: Masks, own: dict[str, OneLayer], *args: Any, **kwargs: Any
 ) -> Tensor:
-    return compiled(layer, args, kwargs | own | {"attention_mask": masks.additive(kwargs["attention_mask"])})
+    return run(layer, args, kwargs | own | {"attention_mask": masks.additive(kwargs["attention_mask"])})
+
+
+def _forward_other(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return run(module, args, kwargs)
 
 
 @cache
-def _compiled(backend: str) -> Callable[..., Tensor]:
-    return torch.compile(_run, dynamic=True, backend=backend)
+def _compiled(function: Callable[..., Any], backend: str, fullgraph: bool = False) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, backend=backend, fullgraph=fullgraph)
 
 
-def _run(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    return type(layer).forward(layer, *args, **kwargs)
+def _run(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return type(module).forward(module, *args, **kwargs)

@@ -6,6 +6,7 @@ enters ``lm_head``, and the embeddings. One forward of the decoder without ``lm_
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -63,14 +64,8 @@ class Target:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         feature_layers: Sequence[int] | None = None,
-        *,
-        compile_layers: bool = True,
     ) -> None:
         """
-        Args:
-            compile_layers: where ``compiled_layers.BACKENDS`` says so. Not for layers whose weights are gathered from
-                other processes by hooks.
-
         Raises:
             ConfigError: the feature layers do not exist, or ``lm_head`` has a bias or an unexpected shape.
         """
@@ -88,7 +83,7 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.feature_layers: tuple[int, int, int] = layers
-        self.compile_layers = compile_layers and LAYOUTS[spec.model_type].compiles
+        self.compile_layers = False
         self._decoder = model.get_decoder()
         # transformers renamed `past_key_values` to `cache` in 5.24, class by class.
         parameters = inspect.signature(self._decoder.forward).parameters
@@ -137,6 +132,15 @@ class Target:
         model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides the signature from mypy
         return cls(spec, model, tokenizer, feature_layers)
 
+    def with_compiled_layers(self) -> Target:
+        """The same model, whose layers run under torch.compile where that is possible: see ``compiled_layers``.
+
+        The first forward waits for the compiler. Not for layers whose weights hooks gather from other processes.
+        """
+        target = copy.copy(self)
+        target.compile_layers = LAYOUTS[self.spec.model_type].compiles
+        return target
+
     @property
     def device(self) -> torch.device:
         return self.lm_head_weight.device
@@ -160,11 +164,7 @@ class Target:
 
     def scale_and_cap(self, logits: Tensor) -> Tensor:
         """What the target does to ``lm_head``'s product, of any shape: its constant factor, then its soft-cap."""
-        if self.spec.logit_scale != 1.0:
-            logits = logits * self.spec.logit_scale
-        if self.spec.logit_softcap is not None:
-            logits = self.spec.logit_softcap * torch.tanh(logits / self.spec.logit_softcap)
-        return logits
+        return scale_and_cap(logits, self.spec)
 
     @torch.no_grad()
     def forward(
@@ -219,6 +219,15 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def scale_and_cap(logits: Tensor, spec: TargetSpec) -> Tensor:
+    """See ``Target.scale_and_cap``."""
+    if spec.logit_scale != 1.0:
+        logits = logits * spec.logit_scale
+    if spec.logit_softcap is not None:
+        logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
+    return logits
 
 
 def _check_complete(config: TargetConfig, loading_info: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def load_sharded(config: TargetConfig, accelerator: Accelerator, feature_layers:
                                                  attn_implementation=config.attn_implementation)
     shard(model, accelerator.device)
     deal_out(None if whole is None else whole.model, model, accelerator.device)
-    return Target(spec, model, tokenizer, feature_layers, compile_layers=False)
+    return Target(spec, model, tokenizer, feature_layers)
 
 
 def shard(model: PreTrainedModel, device: torch.device) -> None:

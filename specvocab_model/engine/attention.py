@@ -33,6 +33,12 @@ def tree_visible(lengths: Tensor, ancestors: Tensor, width: int) -> Tensor:
     return (columns < 0)[:, None] | (inside & seen)
 
 
+def causal_visible(columns: Tensor, width: int) -> Tensor:
+    """The same where tokens stand one after another, each in a column of ``columns`` int64 [B, T]: bool [B, T, width].
+    """
+    return torch.arange(width, device=columns.device) <= columns[:, :, None]
+
+
 def column_positions(lengths: Tensor, depths: Tensor, width: int) -> Tensor:
     """Position in the text of every column, int64 [B, width]: a node stands at ``length + depth``.
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specvocab_model.engine.forward import DraftForward
+from specvocab_model.compiled_layers import Fuse
+from specvocab_model.engine.forward import DraftForward, take
 from specvocab_model.engine.shapes import DraftShape
-from specvocab_model.heads import Head
+from specvocab_model.heads import Head, HeadOutput
 from specvocab_model.sampling import Sampling, draw
 
 
@@ -60,9 +62,9 @@ class Verified:
 class ChainDrafter:
     """Drafts ``shape.depth`` tokens after one another: the likeliest, or drawn."""
 
-    def __init__(self, forward: DraftForward, head: Head, shape: DraftShape, sampling: Sampling) -> None:
+    def __init__(self, forward: DraftForward, head: Head, shape: DraftShape, sampling: Sampling, fuse: Fuse) -> None:
         self.forward, self.head, self.shape, self.sampling = forward, head, shape, sampling
-        self.vocab_size = forward.target.spec.vocab_size
+        self._likeliest = fuse(HeadOutput.greedy_tokens)
 
     def __call__(self, verified: Verified, tree: Tree, uniforms: Tensor, width: int) -> None:
         """Read what was verified, then write the next drafts to ``tree``.
@@ -70,25 +72,39 @@ class ChainDrafter:
         Args:
             uniforms: fp64 [B, depth] in [0, 1), looked at when sampling.
         """
-        hidden, lengths = read_verified(self.forward, verified, width)
-        num_keys = max(1, self.shape.num_expanded)
-        causal = torch.ones(1, num_keys, num_keys, dtype=torch.bool, device=lengths.device).tril()
-        for i in range(1, self.shape.depth + 1):
-            token_ids = self._pick(hidden[:, 0], tree, i, uniforms)
-            tree.token_ids[:, i] = token_ids
-            if i < self.shape.depth:
-                columns = lengths[:, None] + i - 1  # the position of the token before: the draft reads x[t+1] at t
-                hidden = self.forward(
-                    hidden, token_ids[:, None], columns, columns, lengths, causal[:, i - 1 : i], width)
+        hidden, normed, lengths = read_verified(self.forward, verified, width)
+        drafts = [self._pick(normed, tree, 0, uniforms)]
+        for step in range(self.shape.depth - 1):
+            hidden, normed = self.forward.follow(hidden, drafts[-1], lengths, step, width)
+            drafts.append(self._pick(normed, tree, step + 1, uniforms))
+        tree.token_ids[:, 1:] = torch.stack(drafts, dim=1)
 
-    def _pick(self, hidden: Tensor, tree: Tree, step: int, uniforms: Tensor) -> Tensor:
-        """Draft number ``step`` from pre-norm output [B, d], int64 [B]; what it was drawn from goes to the tree."""
-        output = self.head(self.forward.draft.norm(hidden))
+    def _pick(self, normed: Tensor, tree: Tree, step: int, uniforms: Tensor) -> Tensor:
+        """A draft from normalised output [B, 1, d], int64 [B]; what it was drawn from goes to the tree."""
+        output = self.head(normed[:, 0])
         if self.sampling.greedy:
-            return output.greedy_tokens()
-        probabilities = self.sampling.probabilities(output.dense_logits(self.vocab_size))
-        tree.probabilities[:, step - 1] = probabilities
-        return draw(probabilities, uniforms[:, step - 1])
+            return self._likeliest(output)
+        probabilities = tree.probabilities[:, step]
+        probabilities.copy_(self.sampling.probabilities(output.dense_logits(probabilities.shape[-1])))
+        return draw(probabilities, uniforms[:, step])
+
+
+class Nodes(NamedTuple):
+    """The nodes of a tree's layer that are expanded."""
+
+    token_ids: Tensor  # int64 [B, K]
+    scores: Tensor  # fp32 [B, K], log-probabilities of their paths
+    places: Tensor  # int64 [B, K], theirs in the pool of all nodes
+    hidden: Tensor  # [B, K, d], the draft's output for their parents
+    seen: Tensor  # bool [B, K, N], the nodes above each, as ``forward.grow`` takes it
+
+
+class Pool(NamedTuple):
+    """A layer's part of all nodes: each of its last layer's nodes has ``top_k`` children, one after another."""
+
+    token_ids: Tensor  # int64 [B, P]
+    scores: Tensor  # fp32 [B, P]
+    parents: Tensor  # int64 [B, P], places in the pool; -1 is the root
 
 
 class TreeDrafter:
@@ -98,65 +114,77 @@ class TreeDrafter:
     node, so that what is kept hangs together.
     """
 
-    def __init__(self, forward: DraftForward, head: Head, shape: DraftShape) -> None:
+    def __init__(self, forward: DraftForward, head: Head, shape: DraftShape, fuse: Fuse) -> None:
         self.forward, self.head, self.shape = forward, head, shape
+        self._begin, self._choose, self._keep = fuse(children_of_root), fuse(children_of_nodes), fuse(keep_best)
 
     def __call__(self, verified: Verified, tree: Tree, uniforms: Tensor, width: int) -> None:
         """Read what was verified, then write the next tree; ``uniforms`` are not looked at: nothing is drawn."""
-        top_k, device = self.shape.top_k, tree.token_ids.device
-        hidden, lengths = read_verified(self.forward, verified, width)
-        batch_size = len(lengths)
-        token_ids, scores = self._children(hidden, torch.zeros(batch_size, 1, device=device))
-        # The pool of all nodes; parents are places in it, -1 is the root.
-        pool_tokens, pool_scores, pool_parents = [token_ids], [scores], [torch.full_like(token_ids, -1)]
-        places = torch.arange(top_k, device=device).expand(batch_size, -1)
-        hidden = hidden.expand(-1, top_k, -1)
-        seen = torch.zeros(batch_size, top_k, self.shape.num_expanded, dtype=torch.bool, device=device)
-        themselves = torch.eye(top_k, dtype=torch.bool, device=device)
-        num_pooled = top_k
-        for i in range(1, self.shape.depth):
-            # The nodes of layer i are read: their keys stand in one block, each sees itself and what is above it.
-            first, behind = (i - 1) * top_k, i * top_k
-            seen[:, :, first:behind] = themselves
-            columns = lengths[:, None] + torch.arange(first, behind, device=device)
-            positions = (lengths + i - 1)[:, None].expand(-1, top_k)
-            hidden = self.forward(hidden, token_ids, columns, positions, lengths, seen, width)
-            child_tokens, child_scores = self._children(hidden, scores)
-            pool_tokens.append(child_tokens)
-            pool_scores.append(child_scores)
-            pool_parents.append(places[:, :, None].expand(-1, -1, top_k).flatten(1))
-            scores, chosen = child_scores.topk(top_k)
-            above = chosen // top_k
-            token_ids, places = child_tokens.gather(1, chosen), num_pooled + chosen
-            hidden = _take(hidden, above)
-            seen = _take(seen, above)
-            num_pooled += top_k**2
-        self._keep(torch.cat(pool_tokens, 1), torch.cat(pool_scores, 1), torch.cat(pool_parents, 1), tree)
+        hidden, normed, lengths = read_verified(self.forward, verified, width)
+        pool, nodes = self._begin(*self._best(normed), hidden, self.shape.num_expanded)
+        pools = [pool]
+        for step in range(self.shape.depth - 1):
+            hidden, normed, seen = self.forward.grow(nodes.hidden, nodes.token_ids, nodes.seen, lengths, step, width)
+            pool, nodes = self._choose(*self._best(normed), nodes, hidden, seen, self.forward.steps[step])
+            pools.append(pool)
+        self._keep(pools, tree, self.shape.depth)
 
-    def _children(self, hidden: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The ``top_k`` best tokens after each node and their scores: [B, K * top_k] for [B, K, d] and [B, K]."""
-        ids, log_probs = self.head.top_n(self.forward.draft.norm(hidden).flatten(0, 1), self.shape.top_k)
-        children = log_probs.view(*scores.shape, -1) + scores[:, :, None]
-        return ids.long().view(len(scores), -1), children.flatten(1)
-
-    def _keep(self, token_ids: Tensor, scores: Tensor, parents: Tensor, tree: Tree) -> None:
-        """Write the best nodes of the pool to the tree; all [B, P]: ids, fp32 scores, places of parents in the pool."""
-        batch_size, num_pooled = token_ids.shape
-        order = scores.sort(dim=1, descending=True, stable=True).indices
-        kept = order[:, : self.shape.num_drafts].sort(dim=1).values  # layer by layer: parents come first
-        nodes = torch.arange(1, kept.shape[1] + 1, device=kept.device).expand(batch_size, -1)
-        node_at = kept.new_zeros(batch_size, num_pooled + 1)  # of each place in the pool, shifted by one for the root
-        node_at.scatter_(1, kept + 1, nodes)
-        tree.token_ids[:, 1:] = token_ids.gather(1, kept)
-        tree.parents[:, 1:] = node_at.gather(1, parents.gather(1, kept) + 1)
-        tree.ancestors.copy_(ancestors_of(tree.parents, self.shape.depth))
-        tree.depths.copy_(tree.ancestors.sum(-1) - 1)
+    def _best(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """The ``top_k`` best tokens after each node and their log-probabilities: [B * K, top_k] for [B, K, d]."""
+        return self.head.top_n(normed.flatten(0, 1), self.shape.top_k)
 
 
-def read_verified(forward: DraftForward, verified: Verified, width: int) -> tuple[Tensor, Tensor]:
-    """Step 0 at the new positions: the output at the last of them [B, 1, d], and the length of the text read [B]."""
-    hidden = forward.read(verified.features, verified.next_ids, verified.starts, width)
-    return _take(hidden, verified.num_new[:, None] - 1), verified.starts + verified.num_new
+def children_of_root(ids: Tensor, log_probs: Tensor, hidden: Tensor, num_expanded: int) -> tuple[Pool, Nodes]:
+    """The first layer, all of which is expanded.
+
+    Args:
+        ids, log_probs: [B, top_k], the head's best; ``hidden``: [B, 1, d], what it saw, before the norm.
+        num_expanded: nodes that the draft will read.
+    """
+    batch_size, top_k = ids.shape
+    token_ids, places = ids.long(), torch.arange(top_k, device=ids.device).expand(batch_size, -1)
+    seen = torch.zeros(batch_size, top_k, num_expanded, dtype=torch.bool, device=ids.device)
+    return (Pool(token_ids, log_probs, torch.full_like(token_ids, -1)),
+            Nodes(token_ids, log_probs, places, hidden.expand(-1, top_k, -1), seen))
+
+
+def children_of_nodes(
+    ids: Tensor, log_probs: Tensor, nodes: Nodes, hidden: Tensor, seen: Tensor, step: Tensor
+) -> tuple[Pool, Nodes]:
+    """The next layer, and its best nodes.
+
+    Args:
+        ids, log_probs: [B * K, top_k], the head's best after each of ``nodes``.
+        hidden, seen, step: of ``forward.grow``.
+    """
+    batch_size, top_k = nodes.token_ids.shape
+    token_ids = ids.long().view(batch_size, -1)
+    scores = (log_probs.view(batch_size, top_k, top_k) + nodes.scores[:, :, None]).flatten(1)
+    best, chosen = scores.topk(top_k)
+    above = chosen // top_k
+    places = top_k + step * top_k**2 + chosen  # behind all layers before
+    return (Pool(token_ids, scores, nodes.places[:, :, None].expand(-1, -1, top_k).flatten(1)),
+            Nodes(token_ids.gather(1, chosen), best, places, take(hidden, above), take(seen, above)))
+
+
+def keep_best(pools: list[Pool], tree: Tree, depth: int) -> None:
+    """Write the best nodes of all layers to the tree."""
+    token_ids, scores, parents = (torch.cat(parts, dim=1) for parts in zip(*pools, strict=True))
+    batch_size, num_drafts = len(token_ids), tree.token_ids.shape[1] - 1
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    kept = order[:, :num_drafts].sort(dim=1).values  # layer by layer: parents come first
+    nodes = torch.arange(1, num_drafts + 1, device=kept.device).expand(batch_size, -1)
+    node_at = kept.new_zeros(batch_size, scores.shape[1] + 1)  # of each place, shifted by one for the root
+    node_at.scatter_(1, kept + 1, nodes)
+    tree.token_ids[:, 1:] = token_ids.gather(1, kept)
+    tree.parents[:, 1:] = node_at.gather(1, parents.gather(1, kept) + 1)
+    tree.ancestors.copy_(ancestors_of(tree.parents, depth))
+    tree.depths.copy_(tree.ancestors.sum(-1) - 1)
+
+
+def read_verified(forward: DraftForward, verified: Verified, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Step 0 at the new positions: see ``forward.read``."""
+    return forward.read(verified.features, verified.next_ids, verified.starts, verified.num_new, width)
 
 
 def ancestors_of(parents: Tensor, depth: int) -> Tensor:
@@ -173,8 +201,3 @@ def ancestors_of(parents: Tensor, depth: int) -> Tensor:
         steps = (steps @ steps).clamp_max(1.0)
         reach *= 2
     return steps > 0
-
-
-def _take(rows: Tensor, index: Tensor) -> Tensor:
-    """``rows`` [B, T, d] at ``index`` [B, n]: [B, n, d]."""
-    return rows.gather(1, index[:, :, None].expand(-1, -1, rows.shape[2]))

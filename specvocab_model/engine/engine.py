@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from specvocab_model.compiled_layers import Fuse, compiled
 from specvocab_model.config import ConfigError
 from specvocab_model.decode import DecodeOutput, check_draft
 from specvocab_model.draft import SpecVocabDraft
 from specvocab_model.engine.drafting import ChainDrafter, Tree, TreeDrafter, Verified
 from specvocab_model.engine.forward import DraftForward, TargetForward
+from specvocab_model.engine.rounds import NUM_COUNTS, State, accept, emit, likeliest
 from specvocab_model.engine.shapes import COLUMN_STEP, PLAIN, DraftShape, width_for
 from specvocab_model.engine.texts import Texts
-from specvocab_model.engine.verification import accepted_path, choices_agree, draws_agree, next_of_chain
+from specvocab_model.engine.verification import accepted_path, draws_agree, next_of_chain
 from specvocab_model.graphs import Graphs
 from specvocab_model.heads import Head, InContextHead
 from specvocab_model.sampling import Sampling, draw
@@ -28,11 +31,14 @@ from specvocab_model.transfers import Readback
 
 GREEDY = Sampling()
 PREFILL_CHUNK = 256  # prompt tokens of one forward
-NUM_COUNTS = 3  # columns of the report in front of the tokens: tokens that came out, drafts accepted, drafts judged
 
 TokenObserver = Callable[[int, list[int], int], None]
 """Sees what came out of every verification, and of the prompt: the prompt's place in the batch, its new tokens, and how
 many of them, from the first on, are accepted drafts. The rest is the target's own: one token, or none after an EOS."""
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 class DecodeEngine:
@@ -50,6 +56,7 @@ class DecodeEngine:
         sampling: Sampling = GREEDY,
         prefill_chunk: int = PREFILL_CHUNK,
         graphs: bool = True,
+        compile: bool = True,
     ) -> None:
         """
         Args:
@@ -60,6 +67,8 @@ class DecodeEngine:
             sampling: how tokens are drawn; the drafts of a chain are drawn the same way, those of a tree are not.
             prefill_chunk: a shorter one spends less on padding, a longer one starts fewer forwards.
             graphs: capture CUDA graphs; nothing on the CPU.
+            compile: on a GPU the target's layers, the draft's and what lies between them run under torch.compile. The
+                first text waits for the compiler; not worth it for an engine that decodes little more than one.
 
         Raises:
             ValueError: draft, head and shape do not belong together, or see ``decode.check_draft``.
@@ -73,7 +82,8 @@ class DecodeEngine:
             raise ValueError(f"capacity={capacity} must be at least 2, batch_size={batch_size} and prefill_chunk="
                              f"{prefill_chunk} at least 1")
         device, spec = target.device, target.spec
-        self.target, self.shape, self.sampling = target, shape, sampling
+        self.target, self.shape, self.sampling = target.with_compiled_layers() if compile else target, shape, sampling
+        fuse: Fuse = partial(compiled, device=device) if compile else _as_it_is
         self.capacity, self.batch_size, self.prefill_chunk = capacity, batch_size, prefill_chunk
         self.num_nodes = 1 + shape.num_drafts
         self.path_size = 1 + shape.depth
@@ -81,7 +91,7 @@ class DecodeEngine:
         # Beside the text: a tree of the target's, one of the draft's after the verified path, a prompt's last chunk.
         most = capacity + max(self.num_nodes, self.path_size + shape.num_expanded, prefill_chunk)
         self.num_columns = -(-most // COLUMN_STEP) * COLUMN_STEP
-        self.forward = TargetForward(target, batch_size=batch_size, num_columns=self.num_columns)
+        self.forward = TargetForward(self.target, batch_size=batch_size, num_columns=self.num_columns, fuse=fuse)
         self.graphs = Graphs(device, graphs)
 
         self.texts = Texts.finished_ones(batch_size, self.num_columns + prefill_chunk + 1, device)
@@ -94,29 +104,32 @@ class DecodeEngine:
         # A number for each draft to be drawn, then one for each node to be judged.
         self.uniforms = torch.zeros(batch_size, shape.depth + self.num_nodes, dtype=torch.float64, device=device)
         self.readback = Readback(self.report)
-        self._ends = torch.tensor(spec.eos_token_ids, dtype=torch.int64, device=device)
+        ends = torch.tensor(spec.eos_token_ids, dtype=torch.int64, device=device)
+        self.state = State(self.texts, self.verified, self.tree, self.report, ends)
+        self._likeliest, self._accept, self._emit = fuse(likeliest), fuse(accept), fuse(emit)
         self._rows = torch.arange(batch_size, device=device)[:, None]
         chunk = torch.ones(1, prefill_chunk, prefill_chunk, dtype=torch.bool, device=device)
         self._chunk_depths, self._chunk_ancestors = torch.arange(prefill_chunk, device=device)[None], chunk.tril()
         self.drafter: ChainDrafter | TreeDrafter | None = None
         if model is not None and head is not None:
-            self._add_draft(model, head)
+            self._add_draft(model, head, fuse)
 
-    def _add_draft(self, model: SpecVocabDraft, head: Head) -> None:
+    def _add_draft(self, model: SpecVocabDraft, head: Head, fuse: Fuse) -> None:
         check_draft(self.target, model)
         if isinstance(head, InContextHead):
             raise ConfigError("head 'in_context' follows the text of one sequence, which the engine does not tell it; "
                               "measure it with decode.speculative_generate")
         self.max_length = min(self.max_length, model.architecture.max_position_embeddings)
-        forward = DraftForward(self.target, model, batch_size=self.batch_size, num_columns=self.num_columns)
+        forward = DraftForward(self.target, model, batch_size=self.batch_size, num_columns=self.num_columns,
+                               num_steps=self.shape.depth, fuse=fuse)
         if self.shape.is_chain:
-            self.drafter = ChainDrafter(forward, head, self.shape, self.sampling)
+            self.drafter = ChainDrafter(forward, head, self.shape, self.sampling, fuse)
             return
         support = head(self.target.lm_head_weight.new_zeros(1, self.target.spec.hidden_size)).logits.shape[1]
         if support < self.shape.top_k:
             raise ConfigError(f"a tree of top_k={self.shape.top_k} needs a head of as many tokens, and this one has "
                               f"{support}; draft a narrower tree or a chain")
-        self.drafter = TreeDrafter(forward, head, self.shape)
+        self.drafter = TreeDrafter(forward, head, self.shape, fuse)
 
     @torch.inference_mode()
     def generate(
@@ -212,70 +225,48 @@ class DecodeEngine:
         features = self.verified.features[:, 0]
         features.copy_(torch.where(inside, output.features[self._rows, last][:, 0], features))
         if self.drafter is not None:  # the last position's next token is not known yet: it is read again later
-            self.drafter.forward.read(output.features, self.texts.prompts.gather(1, columns + 1), starts, width)
+            self.drafter.forward.fill(output.features, self.texts.prompts.gather(1, columns + 1), starts, width)
 
     def _emit_first(self) -> None:
-        logits = self.target.logits(self.last_hidden)
         nothing = torch.zeros_like(self.texts.lengths)
-        self._emit(self.verified.next_ids, nothing, nothing, self._choose(logits, self.uniforms[:, -1]))
+        path = nothing[:, None].expand(-1, self.path_size)
+        self._emit(self.state, path, nothing, nothing, self._choose(self.last_hidden, self.uniforms[:, -1]))
 
     def verify(self, width: int) -> None:
         """The target judges the tree; what it accepts and its own next token enter the text."""
         tree = self.tree
         output = self.forward(tree.token_ids, self.texts.lengths, tree.ancestors, tree.depths, width)
-        logits = self.target.logits(output.final_hidden)
-        # A round emits one token more than it accepts, and nothing is drafted beyond the positions of both models.
-        lengths = self.texts.lengths
-        limits = torch.minimum(self.texts.remaining - 1, self.max_length - 1 - lengths).clamp(0, self.shape.depth)
         uniforms = self.uniforms[:, self.shape.depth :]
         if tree.probabilities.shape[1]:
-            probabilities = self.sampling.probabilities(logits)
-            agree = draws_agree(tree.token_ids, probabilities, tree.probabilities, uniforms[:, :-1])
-            path, num_accepted = accepted_path(agree, tree.ancestors, tree.depths, limits, self.path_size)
-            following = next_of_chain(probabilities, tree.probabilities, num_accepted, limits, uniforms[:, -1])
+            path = self._accept_drawn(self.target.logits(output.final_hidden), uniforms)
         else:
-            choices = self._choose(logits, uniforms)
-            agree = choices_agree(tree.token_ids, tree.parents, choices)
-            path, num_accepted = accepted_path(agree, tree.ancestors, tree.depths, limits, self.path_size)
-            following = choices.gather(1, path).gather(1, num_accepted[:, None])[:, 0]
+            choices = self._choose(output.final_hidden, uniforms)
+            path = self._accept(self.state, choices, self.max_length, self.shape.depth)
         if not self.shape.is_chain:
-            self.forward.cache.compact(self.texts.lengths[:, None] + path, self.texts.lengths)
-        self.verified.features.copy_(output.features[self._rows, path])
-        self._emit(tree.token_ids.gather(1, path[:, 1:]), num_accepted, limits, following)
+            self.forward.cache.compact(self.verified.starts[:, None] + path, self.verified.starts)
+        features = self.verified.features
+        torch.gather(output.features, 1, path[:, :, None].expand_as(features), out=features)
+
+    def _accept_drawn(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        """``accept`` for a chain that was drawn."""
+        tree, limits = self.tree, self.texts.most_accepted(self.max_length, self.shape.depth)
+        probabilities = self.sampling.probabilities(logits)
+        agree = draws_agree(tree.token_ids, probabilities, tree.probabilities, uniforms[:, :-1])
+        path, num_accepted = accepted_path(agree, tree.ancestors, tree.depths, limits, self.path_size)
+        following = next_of_chain(probabilities, tree.probabilities, num_accepted, limits, uniforms[:, -1])
+        self._emit(self.state, path, num_accepted, limits, following)
+        return path
 
     def draft(self, width: int) -> None:
         """The draft reads the newly verified positions and writes the next tree."""
         assert self.drafter is not None
         self.drafter(self.verified, self.tree, self.uniforms[:, : self.shape.depth], width)
 
-    def _choose(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        """The target's token for logits [.., V]: the likeliest, or drawn with ``uniforms`` [..]."""
-        return logits.argmax(-1) if self.sampling.greedy else draw(self.sampling.probabilities(logits), uniforms)
-
-    def _emit(self, drafts: Tensor, num_accepted: Tensor, limits: Tensor, following: Tensor) -> None:
-        """Add accepted drafts and the token after them to the text, up to an EOS; write the report.
-
-        Args:
-            drafts: int64 [B, >= depth], those on the path; ``num_accepted``, ``limits``, ``following``: int64 [B].
-        """
-        places = torch.arange(self.path_size, device=drafts.device)
-        tokens = torch.nn.functional.pad(drafts[:, : self.shape.depth], (0, 1))
-        tokens = torch.where(places < num_accepted[:, None], tokens, following[:, None])
-        ends = torch.isin(tokens, self._ends) & (places <= num_accepted[:, None])
-        stopped = ends.any(-1)
-        counts = torch.where(stopped, ends.int().argmax(-1), num_accepted) + 1
-        moving = ~self.texts.finished
-        self.verified.starts.copy_(self.texts.lengths)
-        self.verified.next_ids.copy_(tokens)
-        self.verified.num_new.copy_(num_accepted + 1)
-        self.tree.token_ids[:, 0] = torch.where(moving, following, self.tree.token_ids[:, 0])
-        self.texts.lengths += moving * (num_accepted + 1)
-        self.texts.remaining -= moving * counts
-        self.texts.finished |= stopped | (self.texts.remaining <= 0)
-        self.report[:, 0] = counts
-        self.report[:, 1] = torch.minimum(num_accepted, counts)
-        self.report[:, 2] = limits
-        self.report[:, NUM_COUNTS:] = tokens
+    def _choose(self, final_hidden: Tensor, uniforms: Tensor) -> Tensor:
+        """The target's token after hidden states [.., d]: the likeliest, or drawn with ``uniforms`` [..]."""
+        if self.sampling.greedy:
+            return self._likeliest(final_hidden, self.target.lm_head_weight, self.target.spec)
+        return draw(self.sampling.probabilities(self.target.logits(final_hidden)), uniforms)
 
     def _run(self, name: str, function: Callable[[], object], width: int = 0) -> None:
         self.graphs.run((name, width), function, self._stand_still)

@@ -39,3 +39,10 @@ class Texts:
         self.chunk_starts.zero_()
         self.remaining.fill_(max_new_tokens)
         self.finished.copy_(torch.arange(num_rows) >= len(prompts))
+
+    def most_accepted(self, max_length: int, depth: int) -> Tensor:
+        """The depth of the deepest node of a tree of ``depth`` that is judged, int64 [B].
+
+        A round emits one token more than it accepts, and nothing is drafted beyond ``max_length`` positions.
+        """
+        return torch.minimum(self.remaining - 1, max_length - 1 - self.lengths).clamp(0, depth)

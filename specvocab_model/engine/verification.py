@@ -31,9 +31,8 @@ def choices_agree(token_ids: Tensor, parents: Tensor, choices: Tensor) -> Tensor
     Returns:
         bool [B, T]
     """
-    agree = token_ids == choices.gather(1, parents)
-    agree[:, 0] = True
-    return agree
+    is_root = torch.arange(token_ids.shape[1], device=token_ids.device) == 0
+    return is_root | (token_ids == choices.gather(1, parents))
 
 
 def draws_agree(token_ids: Tensor, target_probs: Tensor, draft_probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -60,14 +59,13 @@ def accepted_path(agree: Tensor, ancestors: Tensor, depths: Tensor, limits: Tens
         size: nodes on the longest path, with the root.
 
     Returns:
-        path int64 [B, size], the nodes from the root down, then arbitrary others; and how many drafts are on it [B].
+        path int64 [B, size], the nodes from the root down, then the root; and how many drafts are on it [B].
     """
     broken = (ancestors & ~agree[:, None]).any(-1)
     accepted = ~broken & (depths <= limits[:, None])
-    indices = torch.arange(agree.shape[1], device=agree.device)
-    # A node's index is above its parent's, so the accepted ones in ascending order are the path.
-    order = torch.where(accepted, indices, indices + len(indices)).sort(-1).values % len(indices)
-    return order[:, :size], accepted.sum(-1) - 1
+    indices, places = torch.arange(agree.shape[1], device=agree.device), torch.arange(size, device=agree.device)
+    here = accepted[:, None] & (depths[:, None] == places[:, None])  # at most one node of each depth
+    return (here * indices).sum(-1), accepted.sum(-1) - 1
 
 
 def next_of_chain(
