@@ -10,8 +10,8 @@ dynamic trees, for several sequences at a time, and decodes plainly by the same 
 
 Files: ``shapes`` (what is drafted), ``cache`` (static caches), ``attention`` (what a node of a tree sees), ``forward``
 (the target's and the draft's layers on them), ``drafting`` (chains and trees), ``verification`` (which drafts stay),
-``texts`` (where a batch stands; the host learns of it by ``transfers.Readback``), ``engine`` (the rounds, captured and
-replayed by ``graphs.Graphs``).
+``rounds`` (what a round changes), ``texts`` (where a batch stands; the host learns of it by ``transfers.Readback``),
+``engine`` (the rounds, captured and replayed by ``graphs.Graphs``).
 """
 
 from specvocab_model.engine.engine import DecodeEngine

@@ -79,7 +79,7 @@ class DraftLayer:
     draft: Draft
     embeddings: nn.Module  # the target's
     store: DraftStore
-    cos: Tensor  # [C, D] of the rotary embedding, for every position that a column may have
+    cos: Tensor  # [C, D] of the rotary embedding at every position; where RoPE depends on the length, that of C tokens
     sin: Tensor
 
     def run(

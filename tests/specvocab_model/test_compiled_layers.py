@@ -65,11 +65,11 @@ def test_packed_rows_of_any_length_share_one_code(backend: None, target: Target)
 
 
 def test_an_engine_writes_the_same_and_needs_few_codes(backend: None, target: Target) -> None:
-    """Other sizes bring no more."""
+    """Also where the mask is as wide as the cache, as the first shape's is; other sizes bring no more."""
     prompts = prompts_of((1, 13, 30))
-    for number, shape in enumerate(SHAPES if target.spec.model_type == "llama" else SHAPES[1:2]):
+    for number, shape in list(enumerate(SHAPES))[slice(3) if target.spec.model_type == "llama" else slice(1, 2)]:
         wanted = make_engine(target, shape, batch_size=3, compile=False).generate(prompts, max_new_tokens=12)
-        engine = make_engine(target, shape, batch_size=3, capacity=128 + 64 * number, prefill_chunk=CHUNK + number)
+        engine = make_engine(target, shape, batch_size=3, capacity=128 + 128 * number, prefill_chunk=CHUNK + number)
         assert tokens(engine.generate(prompts, max_new_tokens=12)) == tokens(wanted)
     assert counters["stats"]["unique_graphs"] <= MOST_GRAPHS and not counters["graph_break"]
     with no_new_code():
