@@ -31,7 +31,7 @@ from data_gen.main import generate
 from data_gen.prompts import load_prompts
 from data_gen.shards import Manifest
 from data_gen.stage import Stage, StageRunner
-from scripts.bench_generate import QUICKSTART_PROMPTS, gpu_utilisation
+from data_gen.utilisation import QUICKSTART_PROMPTS, gpu_utilisation
 from specvocab_model.cli import hydra_main
 from specvocab_model.config import Config
 

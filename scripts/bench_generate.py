@@ -17,12 +17,8 @@ with ``--compiled-layers`` also with the target's layers compiled (specvocab_mod
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -36,16 +32,15 @@ from data_gen.engines import ContinuousEngine, Engine, Rejected, SamplingParams,
 from data_gen.engines.continuous_engine import CAPACITY_STEP, CHECK_EVERY
 from data_gen.engines.slots import Slots
 from data_gen.prompts import load_prompts
+from data_gen.utilisation import QUICKSTART_PROMPTS, gpu_utilisation
 from specvocab_model.cli import hydra_main
-from specvocab_model.config import CONFIG_DIR, Config, ConfigError
+from specvocab_model.config import Config, ConfigError
 from specvocab_model.target import load_spec_and_tokenizer
 
 COMPILED = "--compiled-layers"  # an option beside Hydra's overrides
 NUM_PROMPTS = 512
 NUM_SLOTS = (32, 128, 512, 1024)  # of the steps that are timed
 PROMPT_TOKENS = 80  # of each of these slots
-QUICKSTART_PROMPTS = Path(CONFIG_DIR).parent / "data_gen" / "quickstart_prompts.jsonl"
-SAMPLE_MS = 100  # of the GPU's utilisation
 
 
 def main() -> None:
@@ -187,24 +182,6 @@ def measure(config: Config, engine: Engine, prompts: list[list[int]]) -> dict[st
         "data_set_hours_at_most": round(wanted * params.max_new_tokens / (tokens / seconds) / 3600, 4),
         "gpu_idle_share": round(1 - sum(samples) / len(samples), 3) if samples else None,
     }
-
-
-@contextmanager
-def gpu_utilisation() -> Iterator[list[float]]:
-    """A list that is filled, at the end of the context, with the share of time in which the first GPU ran a kernel."""
-    samples: list[float] = []
-    if shutil.which("nvidia-smi") is None:
-        yield samples
-        return
-    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i", "0",
-               f"-lms={SAMPLE_MS}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        yield samples
-    finally:
-        process.terminate()
-        output, _ = process.communicate()
-        samples += [int(line) / 100 for line in output.split() if line.isdigit()]
 
 
 if __name__ == "__main__":
