@@ -127,11 +127,12 @@ def tile_head(
         **_dependent(hidden),
     )
     if listed:
-        kernel, programs = many.rescore_list_kernel, rescore.pop("PER_MULTIPROCESSOR") * _multiprocessors(hidden)
+        programs = rescore.pop("PER_MULTIPROCESSOR") * _multiprocessors(hidden)
+        rescore |= dict(TILES=0, TILES_PAD=0)
     else:
-        kernel, programs = many.rescore_kernel, triton.cdiv(selection.num_tiles, rescore["TILES"])
+        programs = triton.cdiv(selection.num_tiles, rescore["TILES"])
         rescore["TILES_PAD"] = triton.next_power_of_2(rescore["TILES"])
-    kernel[(programs, blocks)](
+    many.rescore_kernel[(programs, blocks)](
         hidden,
         weights.lm_head,
         logits,
@@ -144,6 +145,7 @@ def tile_head(
         HIDDEN=weights.hidden_size,
         KEEP=selection.keep,
         MEMBERS=num_members,
+        LISTED=listed,
         BLOCK_B=block_b,
         EVEN=weights.hidden_size % rescore["BLOCK_D"] == 0,
         CAPPED=logit_softcap is not None,

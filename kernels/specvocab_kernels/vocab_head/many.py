@@ -248,74 +248,6 @@ def select_kernel(
     tl.store(members_ptr + first + tl.cumsum(union, 0) - 1, place * num_tiles + t, mask=union > 0)
 
 
-@triton.jit
-def _rescore(
-    hidden_ptr,
-    lm_head_ptr,
-    logits_ptr,
-    chosen_ptr,
-    member,
-    used,
-    t,
-    block,
-    b,
-    present,
-    num_candidates,
-    per_tile,
-    extra,
-    logit_scale,
-    softcap,
-    HIDDEN: tl.constexpr,
-    KEEP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SAME: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """``SLOTS`` ids, of tiles ``t`` whose choices stand at ``block``, times ``BLOCK_B`` hidden states.
-
-    A row of ``lm_head`` is read once however many hidden states want it; each takes its own candidates from the
-    products of all.
-    """
-    lane = tl.arange(0, BLOCK_B)
-    row = member.to(tl.int64) * HIDDEN
-    acc = tl.zeros((SLOTS, BLOCK_B), dtype=tl.float32)
-    for first in tl.range(0, HIDDEN, BLOCK_D, num_stages=STAGES):
-        column = first + tl.arange(0, BLOCK_D)
-        inside = column < HIDDEN
-        rows = tl.load(
-            lm_head_ptr + row[:, None] + column[None, :],
-            mask=used[:, None] if EVEN else used[:, None] & inside[None, :],
-            other=0.0,
-            eviction_policy="evict_first",
-        )
-        hidden = tl.load(
-            hidden_ptr + b[:, None].to(tl.int64) * HIDDEN + column[None, :],
-            mask=present[:, None] if EVEN else present[:, None] & inside[None, :],
-            other=0.0,
-        )
-        if not SAME:
-            rows, hidden = rows.to(tl.float32), hidden.to(tl.float32)
-        acc = dot(rows, tl.trans(hidden), acc, UPCAST)
-
-    logits = scale_and_cap(acc, logit_scale, softcap, CAPPED)
-    out = b[None, :] * num_candidates + (t * per_tile + tl.minimum(t, extra))[:, None]
-    chosen = chosen_ptr + (block * KEEP * BLOCK_B)[:, None] + lane[None, :]
-    wanted = used[:, None] & present[None, :]
-    if KEEP <= MAX_UNROLLED:
-        for j in tl.static_range(KEEP):
-            mine = tl.load(chosen + j * BLOCK_B, mask=used[:, None], other=-1) == member[:, None]
-            tl.store(logits_ptr + out + j, logits, mask=mine & wanted)
-    else:
-        for j in range(KEEP):
-            mine = tl.load(chosen + j * BLOCK_B, mask=used[:, None], other=-1) == member[:, None]
-            tl.store(logits_ptr + out + j, logits, mask=mine & wanted)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def rescore_kernel(
     hidden_ptr,  # [B, d]
@@ -335,6 +267,7 @@ def rescore_kernel(
     HIDDEN: tl.constexpr,
     KEEP: tl.constexpr,
     MEMBERS: tl.constexpr,
+    LISTED: tl.constexpr,
     TILES: tl.constexpr,
     TILES_PAD: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -347,127 +280,74 @@ def rescore_kernel(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The members of ``TILES`` tiles, ``SLOTS`` at a time: no program waits for what other tiles chose."""
-    b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
-    present = b < batch
-    first_tile = tl.program_id(0) * TILES
-    tile = tl.arange(0, TILES_PAD)
-    owned = (tile < TILES) & (first_tile + tile < num_tiles)
-    first_block = tl.program_id(1).to(tl.int64) * num_tiles + first_tile
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    sizes = tl.load(sizes_ptr + first_block + tile, mask=owned, other=0)
-    total = tl.sum(sizes, 0)
-    ends = tl.cumsum(sizes, 0)
+    """Ids of the unions, ``SLOTS`` at a time, times ``BLOCK_B`` hidden states.
 
-    for begin in range(0, total, SLOTS):
-        slot = begin + tl.arange(0, SLOTS)
-        used = slot < total
-        before = slot[:, None] >= ends[None, :]  # tiles that lie wholly before the slot
-        owner = tl.minimum(tl.sum(before.to(tl.int32), 1), TILES - 1)
-        inner = slot - tl.sum(tl.where(before, sizes[None, :], 0), 1)
-        block = first_block + owner
-        member = tl.load(members_ptr + block * MEMBERS + inner, mask=used, other=0)
-        _rescore(
-            hidden_ptr,
-            lm_head_ptr,
-            logits_ptr,
-            chosen_ptr,
-            member,
-            used,
-            first_tile + owner,
-            block,
-            b,
-            present,
-            num_candidates,
-            per_tile,
-            extra,
-            logit_scale,
-            softcap,
-            HIDDEN,
-            KEEP,
-            SLOTS,
-            BLOCK_B,
-            BLOCK_D,
-            STAGES,
-            EVEN,
-            CAPPED,
-            SAME,
-            UPCAST,
-        )
-
-
-@triton.jit(do_not_specialize=SIZES)
-def rescore_list_kernel(
-    hidden_ptr,  # [B, d]
-    lm_head_ptr,  # [V, d]
-    logits_ptr,  # [B, k] float32
-    chosen_ptr,
-    members_ptr,
-    totals_ptr,
-    batch,
-    vocab_size,
-    num_tiles,
-    num_candidates,
-    per_tile,
-    extra,
-    logit_scale,
-    softcap,
-    HIDDEN: tl.constexpr,
-    KEEP: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SAME: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """An equal share of the list of all unions: with many ids a tile, programs that own tiles end at different times.
-
-    In what order the tiles have listed their ids changes nothing: a product depends on its row alone.
+    A row of ``lm_head`` is read once however many hidden states want it; each takes its own candidates from the
+    products of all. A program has the members of ``TILES`` tiles, or, ``LISTED``, an equal share of the list of all:
+    with many ids a tile, programs that own tiles end at different times. In what order the tiles have listed their ids
+    changes nothing: a product depends on its row alone.
     """
-    b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    lane = tl.arange(0, BLOCK_B)
+    b = tl.program_id(1) * BLOCK_B + lane
     present = b < batch
     first_block = tl.program_id(1).to(tl.int64) * num_tiles
+    members_ptr += first_block * MEMBERS
     if PDL:
         tl.extra.cuda.gdc_wait()
-    total = tl.load(totals_ptr + tl.program_id(1))
-    share = tl.cdiv(total, tl.num_programs(0))
-    end = tl.minimum((tl.program_id(0) + 1) * share, total)
+    if LISTED:
+        total = tl.load(sizes_ptr + tl.program_id(1))
+        share = tl.cdiv(total, tl.num_programs(0))
+        start = tl.program_id(0) * share
+        end = tl.minimum(start + share, total)
+    else:
+        first_tile = tl.program_id(0) * TILES
+        tile = tl.arange(0, TILES_PAD)
+        owned = (tile < TILES) & (first_tile + tile < num_tiles)
+        sizes = tl.load(sizes_ptr + first_block + first_tile + tile, mask=owned, other=0)
+        ends = tl.cumsum(sizes, 0)
+        start = 0
+        end = tl.sum(sizes, 0)
 
-    for begin in range(tl.program_id(0) * share, end, SLOTS):
+    for begin in range(start, end, SLOTS):
         slot = begin + tl.arange(0, SLOTS)
         used = slot < end
-        member = tl.load(members_ptr + first_block * MEMBERS + slot, mask=used, other=0)
-        t = member % num_tiles
-        _rescore(
-            hidden_ptr,
-            lm_head_ptr,
-            logits_ptr,
-            chosen_ptr,
-            member,
-            used,
-            t,
-            first_block + t,
-            b,
-            present,
-            num_candidates,
-            per_tile,
-            extra,
-            logit_scale,
-            softcap,
-            HIDDEN,
-            KEEP,
-            SLOTS,
-            BLOCK_B,
-            BLOCK_D,
-            STAGES,
-            EVEN,
-            CAPPED,
-            SAME,
-            UPCAST,
-        )
+        if LISTED:
+            member = tl.load(members_ptr + slot, mask=used, other=0)
+            t = member % num_tiles
+        else:
+            before = slot[:, None] >= ends[None, :]  # tiles that lie wholly before the slot
+            t = first_tile + tl.minimum(tl.sum(before.to(tl.int32), 1), TILES - 1)
+            inner = slot - tl.sum(tl.where(before, sizes[None, :], 0), 1)
+            member = tl.load(members_ptr + t.to(tl.int64) * MEMBERS + inner, mask=used, other=0)
+        row = member.to(tl.int64) * HIDDEN
+        acc = tl.zeros((SLOTS, BLOCK_B), dtype=tl.float32)
+        for first in tl.range(0, HIDDEN, BLOCK_D, num_stages=STAGES):
+            column = first + tl.arange(0, BLOCK_D)
+            inside = column < HIDDEN
+            rows = tl.load(
+                lm_head_ptr + row[:, None] + column[None, :],
+                mask=used[:, None] if EVEN else used[:, None] & inside[None, :],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            hidden = tl.load(
+                hidden_ptr + b[:, None].to(tl.int64) * HIDDEN + column[None, :],
+                mask=present[:, None] if EVEN else present[:, None] & inside[None, :],
+                other=0.0,
+            )
+            if not SAME:
+                rows, hidden = rows.to(tl.float32), hidden.to(tl.float32)
+            acc = dot(rows, tl.trans(hidden), acc, UPCAST)
+
+        logits = scale_and_cap(acc, logit_scale, softcap, CAPPED)
+        out = b[None, :] * num_candidates + (t * per_tile + tl.minimum(t, extra))[:, None]
+        chosen = chosen_ptr + ((first_block + t) * KEEP * BLOCK_B)[:, None] + lane[None, :]
+        wanted = used[:, None] & present[None, :]
+        if KEEP <= MAX_UNROLLED:
+            for j in tl.static_range(KEEP):
+                mine = tl.load(chosen + j * BLOCK_B, mask=used[:, None], other=-1) == member[:, None]
+                tl.store(logits_ptr + out + j, logits, mask=mine & wanted)
+        else:
+            for j in range(KEEP):
+                mine = tl.load(chosen + j * BLOCK_B, mask=used[:, None], other=-1) == member[:, None]
+                tl.store(logits_ptr + out + j, logits, mask=mine & wanted)
