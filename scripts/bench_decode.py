@@ -87,7 +87,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", help="folder or hub id")
     parser.add_argument("--gguf-file", help="in the target's folder")
     parser.add_argument("--draft", nargs="+", type=Path, default=[], help="exported checkpoints")
-    parser.add_argument("--own-heads", action="store_true", help="the full head of the first draft only")
+    parser.add_argument("--own-heads", action="store_true",
+                        help="the full head of the first draft and of those with an lm_head of their own, only")
     parser.add_argument("--prompts", type=Path, help="jsonl, as eval.prompts")
     parser.add_argument("--num-prompts", type=positive, help="so many, evenly spaced over the file; by default all")
     parser.add_argument("--max-new-tokens", type=positive, default=256)
@@ -228,7 +229,8 @@ def measure(
         for number, (name, model) in enumerate(drafts.items()):
             place_draft(model, target)
             kind = model.head_config.type
-            for head in ["full", kind] if kind == "speculative" and (number == 0 or not args.own_heads) else [kind]:
+            with_full = number == 0 or not args.own_heads or model.own_head is not None
+            for head in ["full", kind] if kind == "speculative" and with_full else [kind]:
                 # Many rows at a time are faster with the full head; what is called speculative must be that.
                 made = build_head(head, target, model, **({"impl": "candidates"} if head == "speculative" else {}))
                 for shape in args.shapes:

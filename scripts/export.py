@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from data_gen.shards import MANIFEST_FILE, load_rows
 from specvocab_model.cli import hydra_main
@@ -77,11 +77,15 @@ def export(config: Config) -> Path:
         weights, digest = best / MODEL_FILE, None
         training |= {"step": state.best_step, "metrics": {BEST_METRIC: state.best_tau}}
         print(f"step {state.best_step}, with {BEST_METRIC} {state.best_tau:.4f} on the validation data")
-    model = SpecVocabDraft.build(spec, config.draft, config.head)
+    model = SpecVocabDraft.build_for_training(spec, config.draft, config.head)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     model.load_state_dict(read_tensors(weights, shapes, TRAIN_AGAIN, digest))
-    if config.export.own_lm_head:
-        copy_lm_head(model, config)
+    if model.speculator is not None or config.export.own_lm_head:
+        target = Target.load(config.target, device="cpu", decoder=False)
+        if model.speculator is not None:
+            model.speculator.untie(model.lm_head_weight(target).detach())
+        if config.export.own_lm_head:
+            copy_lm_head(model, target.lm_head_weight, config)
     recall = None if config.head.quantization is None else quantize(model, config.head.quantization, config)
     provenance = Provenance(
         step=training["step"],
@@ -96,16 +100,15 @@ def export(config: Config) -> Path:
                            layout=config.export.layout)
 
 
-def copy_lm_head(model: SpecVocabDraft, config: Config) -> None:
-    """Give the draft the target's ``lm_head`` as its own.
+def copy_lm_head(model: SpecVocabDraft, lm_head: Tensor, config: Config) -> None:
+    """Give the draft the target's ``lm_head`` [V, d] as its own.
 
     Raises:
         ConfigError: it has a head of its own already.
     """
     if model.own_head is not None:
         raise ConfigError("export.own_lm_head=true stores a copy of the target's lm_head, but this draft was trained "
-                          f"with a head of its own (head.type={config.head.type}); leave it out")
-    lm_head = Target.load(config.target, device="cpu", decoder=False).lm_head_weight
+                          "with one of its own; leave it out")
     model.own_head = OwnHead(lm_head.shape[1], VocabMap.from_ids(torch.arange(len(lm_head)), len(lm_head)))
     model.own_head.weight = nn.Parameter(lm_head.detach())
 
@@ -128,7 +131,7 @@ def quantize(model: SpecVocabDraft, precision: str, config: Config) -> dict[str,
     place_draft(trained, target)
     states = collect_draft_states(target, trained, load_rows(path), num_steps=model.architecture.num_unroll_steps,
                                   num_tokens=RECALL_TOKENS)
-    cost = quantization_cost(states, model.lm_head_weight(target), before=trained.speculator, after=model.speculator)
+    cost = quantization_cost(states, trained.lm_head_weight(target), before=trained.speculator, after=model.speculator)
     print(describe_cost(cost, f"positions of {path}"))
     return cost | {"measured_on": f"the validation data {path}"}
 
@@ -143,7 +146,7 @@ def check_run(training: dict[str, Any], config: Config, spec: TargetSpec) -> Non
         raise ConfigError(f"{config.output_dir} was trained for another target than {spec.name} (fingerprint "
                           f"{training['target_fingerprint'][:12]}, now {spec.fingerprint[:12]}); give that target")
     trained, now = training["config"], asdict(config)
-    head = ("type", "draft_vocab_size") if config.head.type == "static" else ("type", "rank")
+    head = ("type", "draft_vocab_size") if config.head.type == "static" else ("type", "train_lm_head", "rank", "tied")
     for node, keys in {"draft": now["draft"].keys(), "head": head}.items():
         for key in keys:
             if key not in trained.get(node, {}):

@@ -4,13 +4,14 @@
 # EXPERIMENT, of configs/experiment, is smollm2_135m or gemma3_270m. PROMPTS are what the target answers for training,
 # QUESTIONS (Spec-Bench's question.jsonl) what drafts are measured on; those are never trained on. Stages, in this order
 # and all but the ablations by default:
-#   fetch generate train train_static16000 train_static32000 export tune speed tau tau_tree tau_sampled report ablations
+#   fetch generate train train_own train_static export tune speed tau tau_tree tau_sampled report ablations
 # What is finished is not done again, as long as drafts, target, questions and options are the same. What was stopped
 # goes on: a machine that is taken away costs minutes. With two GPUs, start independent stages side by side, each with
 # its own CUDA_VISIBLE_DEVICES. Runs are in outputs/EXPERIMENT*, figures in outputs/EXPERIMENT_results, both in the
 # repository. Without a network, put the wheels of the target into a folder and set
 # PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER HF_HUB_OFFLINE=1. Other variables: TARGET, STEPS=1000 and ABLATION_STEPS=500
-# optimizer steps, QUESTIONS_OF_SPEED=80, BATCH=16 texts at a time where only acceptance counts, EXTRA='key=value ...'.
+# optimizer steps, STATIC_SIZES='16000 32000', QUESTIONS_OF_SPEED=80, BATCH=16 texts at a time where only acceptance
+# counts, EXTRA='key=value ...'.
 set -euo pipefail
 
 die() {
@@ -40,6 +41,7 @@ quoted() { printf "'%s'" "${1//\'/\\\'}"; } # for Hydra, to which commas and bra
 experiment=(+experiment="$name" "target.model=$(quoted "$target")" "generation.prompt_files=[$(quoted "$prompts")]"
   "eval.prompts=$(quoted "$questions")" ${EXTRA:-})
 steps=(${STEPS:+"trainer.max_steps=$STEPS"})
+read -ra sizes <<<"${STATIC_SIZES:-16000 32000}" # of the static heads, the largest last
 batch=${BATCH:-16} data=data/$name results=outputs/${name}_results
 
 fetch() { "$python" scripts/fetch_target.py "$target"; }
@@ -48,21 +50,31 @@ generate() { "$python" data_gen/main.py "${experiment[@]}"; }
 
 train() { "$python" train/main.py "${experiment[@]}" "${steps[@]}"; }
 
+own="head.train_lm_head=true run_name=${name}_own" # its rows of lm_head are trained too, as those of static heads are
+
 static() { # SIZE: the overrides of a draft that is trained with so many of the most frequent tokens
   echo head=static "head.draft_vocab_size=$1" "run_name=${name}_static$1"
 }
 
-train_static() { "$python" train/main.py "${experiment[@]}" "${steps[@]}" $(static "$1"); }
+train_own() { "$python" train/main.py "${experiment[@]}" "${steps[@]}" $own; }
 
-# Beside the trained drafts, the first one with few candidates, with its weights in 8 bits, and with its head cut down to
-# the most frequent tokens. Side by side: most of each is Python starting.
+train_static() {
+  local size
+  for size in "${sizes[@]}"; do "$python" train/main.py "${experiment[@]}" "${steps[@]}" $(static "$size"); done
+}
+
+# Beside the trained drafts, the first one with its speculator in 8 bits, then with few candidates too, and with its head
+# cut down to the most frequent tokens. Side by side: most of each is Python starting.
 export_all() {
-  local few="head.tile=$few_tile head.keep=1"
-  together export_draft \
-    "export_draft $few export.output=outputs/${name}_few/export" \
-    "export_draft $few head.quantization=fp8 export.output=outputs/${name}_few_fp8/export" \
-    "export_draft $(static 16000)" "export_draft $(static 32000)"
-  together "prune 16000" "prune 32000"
+  local size statics=() prunings=()
+  for size in "${sizes[@]}"; do
+    statics+=("export_draft $(static "$size")")
+    prunings+=("prune $size")
+  done
+  together export_draft "export_draft $own" "${statics[@]}" \
+    "export_draft head.quantization=fp8 export.output=outputs/${name}_fp8/export" \
+    "export_draft head.quantization=fp8 head.tile=$few_tile head.keep=1 export.output=outputs/${name}_few_fp8/export"
+  together "${prunings[@]}"
 }
 
 export_draft() { "$python" scripts/export.py "${experiment[@]}" "$@"; }
@@ -110,9 +122,9 @@ measure() { # NAME, options of bench_decode.py
   made_from "$@" >"$file.made_from"
 }
 
-speculative=(outputs/"$name"/export outputs/"${name}"_few{,_fp8}/export)
-static16=outputs/${name}_static16000/export static32=outputs/${name}_static32000/export
-pruned=(outputs/"${name}"_pruned{16000,32000}/pruned)
+speculative=(outputs/"$name"/export outputs/"${name}"_{fp8,few_fp8,own}/export)
+static=("${sizes[@]/#/outputs/${name}_static}") pruned=("${sizes[@]/#/outputs/${name}_pruned}")
+static=("${static[@]/%//export}") pruned=("${pruned[@]/%//pruned}")
 
 tune() { # which (rank, tile, keep, precision) costs how much acceptance and time
   local file=$results/tune/tune_head.json
@@ -123,32 +135,32 @@ tune() { # which (rank, tile, keep, precision) costs how much acceptance and tim
 }
 
 speed() { # one text at a time, an even choice of the questions
-  measure speed --draft "${speculative[@]}" "$static32" --own-heads --num-prompts "${QUESTIONS_OF_SPEED:-80}" \
+  measure speed --draft "${speculative[@]}" "${static[-1]}" --own-heads --num-prompts "${QUESTIONS_OF_SPEED:-80}" \
     --max-new-tokens 128 --shapes 7 8x10x60
 }
 
 tau() { # all questions, both turns, answers as long as Spec-Bench lets them be
-  measure tau --draft "${speculative[@]}" "$static16" "$static32" "${pruned[@]}" --own-heads --batch "$batch" --shapes 7 \
+  measure tau --draft "${speculative[@]}" "${static[@]}" "${pruned[@]}" --own-heads --batch "$batch" --shapes 7 \
     --max-new-tokens 1024
 }
 
 tau_tree() { # a tree has eight times the drafts of a chain
-  measure tau_tree --draft "${speculative[@]}" "$static32" --own-heads --batch $(((batch + 1) / 2)) --shapes 8x10x60 \
+  measure tau_tree --draft "${speculative[@]}" "${static[-1]}" --own-heads --batch $(((batch + 1) / 2)) --shapes 8x10x60 \
     --max-new-tokens 1024
 }
 
 tau_sampled() {
-  measure tau_sampled --draft "${speculative[@]}" "$static16" "$static32" "${pruned[@]}" --own-heads \
+  measure tau_sampled --draft "${speculative[@]}" "${static[@]}" "${pruned[@]}" --own-heads \
     --batch "$batch" --shapes 7 --max-new-tokens 1024 --temperature 1
 }
 
 report() {
-  local ablations
+  local ablations runs=(outputs/"$name" outputs/"${name}_own" "${sizes[@]/#/outputs/${name}_static}")
   shopt -s nullglob # there may be none
   ablations=(outputs/"$name"_ablation_*)
   shopt -u nullglob
-  "$python" scripts/report.py "outputs/$name" outputs/"$name"_static{16000,32000} --output "$results/report.html"
-  "$python" scripts/results.py "$results" --runs "outputs/$name" outputs/"$name"_static{16000,32000} \
+  "$python" scripts/report.py "${runs[@]}" --output "$results/report.html"
+  "$python" scripts/results.py "$results" --runs "${runs[@]}" \
     --ablations "${ablations[@]}" --output "$results/results.md"
 }
 
@@ -160,7 +172,8 @@ ablations() {
   ablation head_full head=full
   ablation init_random head.init=random
   ablation init_svd head.init=svd
-  ablation eps_1e-6 optim.eps=1e-6 # rows of vocab_proj whose tokens never occur have tiny gradients (docs/RESULTS.md)
+  ablation vocab_proj_free head.tied=false
+  ablation vocab_proj_free_eps_1e-6 head.tied=false optim.eps=1e-6 # rows of rare tokens have tiny gradients
   ablation aux_weight_0.001 trainer.aux_weight=0.001
   ablation aux_weight_1 trainer.aux_weight=1.0
   for rank in "${ranks[@]}"; do ablation "rank_$rank" "head.rank=$rank"; done
@@ -183,14 +196,13 @@ ablation() { # NAME, overrides
   made_from "${all[@]}" "$data/train" >"outputs/$run/export.made_from"
 }
 
-stages=(fetch generate train train_static16000 train_static32000 export tune speed tau tau_tree tau_sampled report)
+stages=(fetch generate train train_own train_static export tune speed tau tau_tree tau_sampled report)
 [[ $# -gt 0 ]] || set -- "${stages[@]}"
 for stage in "$@"; do # before the first one takes hours
   [[ " ${stages[*]} ablations " == *" $stage "* ]] || die "there is no stage $stage; stages are ${stages[*]} ablations"
 done
 for stage in "$@"; do
   case $stage in
-    train_static*) train_static "${stage#train_static}" ;;
     export) export_all ;;
     *) "$stage" ;;
   esac

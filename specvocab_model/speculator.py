@@ -3,6 +3,11 @@
 ``s = vocab_proj(down_proj(h))`` costs ``r (d + V)`` multiplications instead of ``d V``. The ids with the largest ``s``,
 of all or of each tile, become the candidates, and the exact logits ``U[ids] · h`` are computed for these alone. A
 target's final scale and soft-cap are monotone, so the ranking, and with it the candidates, does not depend on them.
+
+Trained is not ``vocab_proj`` itself but ``W`` [d, r] in ``vocab_proj = U W`` (``head.tied``): ``s = U (W down_proj h)``
+is the exact logits of a hidden state that went through ``r`` numbers. A token that is rare in the training data is then
+scored by its own row of ``U``. Rows of ``vocab_proj`` that are trained one by one, as published, lose such tokens: all
+that reaches them is a push down.
 """
 
 from __future__ import annotations
@@ -79,6 +84,23 @@ class QuantizedVocabProj(nn.Module):
         return reduced @ dequantize_vocab_proj(self.weight, self.scales).to(reduced.dtype).mT
 
 
+class TiedVocabProj(nn.Module):
+    """``vocab_proj`` while it is trained as a product with the target's frozen ``lm_head``: ``U W``.
+
+    The weight of ``up_proj`` is ``W`` [d, r]: r d numbers to train, keep in an optimizer and sum over ranks, not r V.
+    """
+
+    def __init__(self, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(rank, hidden_size, bias=False)
+
+    def product(self, lm_head: Tensor) -> Tensor:
+        """[V, r], in the type of ``lm_head`` [V, d]; in fp32 for fp16, whose range gradients of single ids leave."""
+        dtype = torch.float32 if lm_head.dtype == torch.float16 else lm_head.dtype
+        with torch.autocast(lm_head.device.type, enabled=False):
+            return lm_head.to(dtype) @ self.up_proj.weight.to(dtype)
+
+
 class VocabSpeculator(nn.Module):
     """Approximate logits of rank ``r`` over the target's whole vocabulary, and which ids they make candidates.
 
@@ -98,7 +120,9 @@ class VocabSpeculator(nn.Module):
         self.selection = selection
         self.quantization: str | None = None
         self.down_proj = nn.Linear(hidden_size, rank, bias=False)
-        self.vocab_proj: nn.Linear | QuantizedVocabProj = nn.Linear(rank, selection.vocab_size, bias=False)
+        self.vocab_proj: nn.Linear | TiedVocabProj | QuantizedVocabProj = nn.Linear(
+            rank, selection.vocab_size, bias=False
+        )
 
     @property
     def rank(self) -> int:
@@ -112,16 +136,53 @@ class VocabSpeculator(nn.Module):
     def num_candidates(self) -> int:
         return self.selection.num_candidates
 
+    @property
+    def num_multiplications(self) -> int:
+        """Of the approximate logits of one hidden state: ``r (d + V)``."""
+        return self.rank * (self.down_proj.in_features + self.vocab_size)
+
     def forward(self, hidden: Tensor) -> Tensor:
-        """Approximate logits ``[..., V]`` of the normalised hidden states ``[..., d]``."""
+        """Approximate logits ``[..., V]`` of the normalised hidden states ``[..., d]``; not while it is tied."""
         return self.vocab_proj(self.down_proj(hidden))
+
+    def factors(self, lm_head: Tensor) -> tuple[Tensor, Tensor]:
+        """``down_proj`` [r, d] and ``vocab_proj`` [V, r], with gradients to what is trained; ``lm_head`` [V, d]."""
+        assert not isinstance(self.vocab_proj, QuantizedVocabProj)  # those have no training
+        if isinstance(self.vocab_proj, TiedVocabProj):
+            return self.down_proj.weight, self.vocab_proj.product(lm_head)
+        return self.down_proj.weight, self.vocab_proj.weight
+
+    def tie(self) -> None:
+        """Train ``W`` in the place of ``vocab_proj``, from now on until ``untie``; its values are not set."""
+        self.vocab_proj = TiedVocabProj(self.down_proj.in_features, self.rank)
+
+    @torch.no_grad()
+    def untie(self, lm_head: Tensor) -> None:
+        """Make ``vocab_proj`` the product with ``lm_head`` [V, d], in place, in fp32; nothing where it is not tied."""
+        if not isinstance(self.vocab_proj, TiedVocabProj):
+            return
+        up_proj = self.vocab_proj.up_proj.weight
+        self.vocab_proj = nn.Linear(self.rank, self.vocab_size, bias=False, device=up_proj.device)
+        self._fill_vocab_proj(up_proj, lm_head)
+
+    def check_untied(self) -> None:
+        """Raises ValueError while ``vocab_proj`` is tied."""
+        if isinstance(self.vocab_proj, TiedVocabProj):
+            raise ValueError("a tied vocab_proj exists only as a product with lm_head; call untie(lm_head) first")
+
+    def _fill_vocab_proj(self, up_proj: Tensor, lm_head: Tensor) -> None:
+        """``vocab_proj = lm_head · up_proj`` in fp64, rounded once."""
+        for filled, rows in zip(self.vocab_proj.weight.split(ROWS_AT_ONCE), lm_head.split(ROWS_AT_ONCE), strict=True):
+            filled.copy_(rows.double() @ up_proj.to(rows.device, torch.float64))
 
     def quantize(self, precision: str) -> None:
         """Round ``vocab_proj`` to ``fp8`` or ``int8``, in place; after that there is no training.
 
         Raises:
             ConfigError: it has 8 bits already.
+            ValueError: it is tied.
         """
+        self.check_untied()
         if self.quantization is not None:
             raise ConfigError(f"vocab_proj is {self.quantization} already; export the trained weights again")
         self.vocab_proj = QuantizedVocabProj(*quantize_vocab_proj(self.vocab_proj.weight, precision))
@@ -132,8 +193,8 @@ class VocabSpeculator(nn.Module):
 
         The factors are moved to ``lm_head``'s device and type, an 8-bit ``vocab_proj`` to its device.
         """
-        if isinstance(self.vocab_proj, nn.Linear):
-            return HeadWeights.build(lm_head, self.down_proj.weight, self.vocab_proj.weight, self.selection)
+        if not isinstance(self.vocab_proj, QuantizedVocabProj):
+            return HeadWeights.build(lm_head, *self.factors(lm_head), self.selection)
         return HeadWeights(
             lm_head=lm_head.detach().contiguous(),
             down_proj=self.down_proj.weight.detach().to(lm_head).contiguous(),
@@ -172,7 +233,7 @@ class VocabSpeculator(nn.Module):
         if shape != expected:
             raise ValueError(f"lm_head has shape {shape}, but the speculator was built for {expected}")
         if method == "random":
-            for weight in (self.down_proj.weight, self.vocab_proj.weight):
+            for weight in self.parameters():
                 weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
             return
         if method == "calibration":
@@ -186,10 +247,10 @@ class VocabSpeculator(nn.Module):
         basis = principal_directions(chunks, self.rank)
         self.down_proj.weight.copy_(basis)
         # Both factors come from the fp64 basis: rounding down_proj first would only add its error to vocab_proj.
-        for target_rows, rows in zip(
-            self.vocab_proj.weight.split(ROWS_AT_ONCE), lm_head_weight.split(ROWS_AT_ONCE), strict=True
-        ):
-            target_rows.copy_(rows.double() @ basis.to(rows.device).T)
+        if isinstance(self.vocab_proj, TiedVocabProj):
+            self.vocab_proj.up_proj.weight.copy_(basis.T)
+        else:
+            self._fill_vocab_proj(basis.T, lm_head_weight)
 
 
 def principal_directions(chunks: Iterable[Tensor], rank: int) -> Tensor:

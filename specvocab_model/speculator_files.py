@@ -39,7 +39,9 @@ def write_speculator(folder: Path, speculator: VocabSpeculator, dtype: torch.dty
 
     Raises:
         ConfigError: a tensor is missing, unknown, misshapen or not finite.
+        ValueError: ``vocab_proj`` is tied.
     """
+    speculator.check_untied()
     state = speculator.state_dict()
     tensors = to_store(state, dtype)
     if speculator.quantization is not None:  # fp32 scales and 8-bit rows stay what they are

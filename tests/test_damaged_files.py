@@ -161,7 +161,8 @@ def test_a_damaged_training_result(file: str, name: str, target: Path, tmp_path:
     spec = load_spec(config.target)
     final = tmp_path / "final"
     final.mkdir()
-    save_file(dict(SpecVocabDraft.build(spec, config.draft, config.head).state_dict()), final / "model.safetensors")
+    model = SpecVocabDraft.build_for_training(spec, config.draft, config.head)
+    save_file(dict(model.state_dict()), final / "model.safetensors")
     record = {"step": 1, "metrics": {}, "config": asdict(config), "target_fingerprint": spec.fingerprint,
               "data_manifest_sha256": "d", "git_commit": None, "model_sha256": sha256(final / "model.safetensors")}
     (final / "training.json").write_text(json.dumps(record))

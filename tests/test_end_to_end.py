@@ -18,8 +18,8 @@ from data_gen.shards import read_manifest
 from scripts.pipeline import CHANGED
 from specvocab_model.config import TargetConfig
 from specvocab_model.draft import SpecVocabDraft
-from specvocab_model.target import load_spec
-from tests.tiny import TOKENIZER_LENGTH, tiny_target_folder
+from specvocab_model.target import Target, load_spec
+from tests.tiny import TOKENIZER_LENGTH, tiny_target_folder, untied
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULT_KEYS = {
@@ -107,7 +107,8 @@ def test_checkpoint_holds_what_was_trained(workplace, whole):
     output, _ = whole
     spec = load_spec(TargetConfig(model=str(workplace / "target")))
     model = SpecVocabDraft.from_pretrained(output / "export", target_spec=spec)
-    trained = load_file(output / "final/model.safetensors")
+    target = Target.load(TargetConfig(model=str(workplace / "target"), dtype="float32"), device="cpu")
+    trained = untied(load_file(output / "final/model.safetensors"), target)
     exported = model.state_dict()
     assert exported.keys() == trained.keys()
     assert all(bool((exported[name].float() == trained[name]).all()) for name in trained)

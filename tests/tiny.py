@@ -139,6 +139,14 @@ def tiny_target_folder(path: Path, kind: str, **model_kwargs) -> Path:
     return save_target(tiny_model(kind, **model_kwargs), path)
 
 
+def untied(trained: dict[str, torch.Tensor], target: Target) -> dict[str, torch.Tensor]:
+    """The weights of a training with ``head.tied`` as its export has them, in fp32."""
+    up_proj = trained["speculator.vocab_proj.up_proj.weight"].double()
+    product = (target.lm_head_weight.double() @ up_proj).float()
+    rest = {name: weight for name, weight in trained.items() if "up_proj" not in name or name.startswith("draft.")}
+    return rest | {"speculator.vocab_proj.weight": product}
+
+
 def tiny_target(kind: str, tmp_path: Path, *, dtype: torch.dtype = torch.float32, **model_kwargs) -> Target:
     """A tiny target on the CPU, loaded from a folder as a real one is."""
     folder = tiny_target_folder(Path(tmp_path) / f"target-{kind}", kind, **model_kwargs)

@@ -51,7 +51,8 @@ class FlopsModel:
     the target's features get no gradient). Prompt positions only leave a key at step 0, and what the draft's attention
     projects of a token is the same at every step (see ``unroll.unroll``). Output embeddings cost 2 V d for the
     teacher's row, and for every student row 2 V d forward and 2 V d back to the hidden state: the embedding gets no
-    gradient.
+    gradient. Left out is the product that makes a tied ``vocab_proj``, once a micro-batch: as much as 2 r more rows of
+    the student, of tens of thousands.
     """
 
     target_body: int  # parameters of the target without its two embeddings
@@ -82,7 +83,7 @@ class FlopsModel:
             projections=sum(map(count_parameters, (attention.q_proj, attention.k_proj, attention.v_proj))) // 2,
             rest=count_parameters(attention.o_proj) + count_parameters(layer.mlp),
             lm_head=lm_head_weight.numel(),
-            speculator=0 if model.speculator is None else count_parameters(model.speculator),
+            speculator=0 if model.speculator is None else model.speculator.num_multiplications,
             own_head=0 if model.own_head is None else count_parameters(model.own_head),
         )
 

@@ -13,6 +13,7 @@ from specvocab_model.speculator import (
     collect_final_hidden,
     principal_directions,
 )
+from specvocab_model.speculator_files import write_speculator
 from tests.tiny import tiny_target
 
 HIDDEN, VOCAB = 24, 97
@@ -63,6 +64,94 @@ def test_full_rank_gives_the_exact_logits(method, dtype, states, lm_head):
     speculator.initialise(method, lm_head.to(dtype), states.to(dtype))
     expected = states @ lm_head.to(dtype).float().T
     torch.testing.assert_close(speculator(states), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["calibration", "svd", "random"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tied_it_is_what_it_is_untied(method, dtype, states, lm_head):
+    """Also after a change of W: every id is scored by its own row of lm_head, on the reconstructed state."""
+    lm_head = lm_head.to(dtype)
+    tied = VocabSpeculator(HIDDEN, 5, ExactSelection(VOCAB, 10))
+    tied.tie()
+    tied.initialise(method, lm_head, states, torch.Generator().manual_seed(0))
+    tied.vocab_proj.up_proj.weight.data.mul_(1.5).add_(0.1)
+    up_proj = tied.vocab_proj.up_proj.weight.detach().clone()
+    reconstructed = states.double() @ tied.down_proj.weight.double().T @ up_proj.double().T
+    _, product = tied.factors(lm_head)
+    assert product.dtype == dtype and product.shape == (VOCAB, 5)
+
+    tied.untie(lm_head)
+    assert {name: tuple(value.shape) for name, value in tied.state_dict().items()} == {
+        "down_proj.weight": (5, HIDDEN), "vocab_proj.weight": (VOCAB, 5)}
+    torch.testing.assert_close(tied(states).double(), reconstructed @ lm_head.double().T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(product.float(), tied.vocab_proj.weight.detach(), rtol=0, atol=0.05)
+    before = tied.vocab_proj.weight.detach().clone()
+    tied.untie(lm_head)
+    assert torch.equal(tied.vocab_proj.weight, before)
+
+
+@pytest.mark.parametrize("method", ["calibration", "svd"])
+def test_tied_it_starts_where_the_free_one_starts(method, states, lm_head):
+    tied, free = (VocabSpeculator(HIDDEN, 5, ExactSelection(VOCAB, 10)) for _ in range(2))
+    tied.tie()
+    for speculator in (tied, free):
+        speculator.initialise(method, lm_head, states)
+    tied.untie(lm_head)
+    torch.testing.assert_close(tied.state_dict(), free.state_dict())
+
+
+def test_the_gradient_of_w_is_that_of_vocab_proj_through_the_product(lm_head):
+    speculator = VocabSpeculator(HIDDEN, 5, ExactSelection(VOCAB, 10))
+    speculator.tie()
+    speculator.initialise("svd", lm_head)
+    upstream = torch.randn(VOCAB, 5, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):  # training's, which must not round the product of an fp32 lm_head
+        product = speculator.factors(lm_head)[1]
+    product.backward(upstream)
+    expected = lm_head.double().T @ upstream.double()
+    torch.testing.assert_close(speculator.vocab_proj.up_proj.weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_for_an_fp16_lm_head_is_fp32(lm_head):
+    speculator = VocabSpeculator(HIDDEN, 5, ExactSelection(VOCAB, 10))
+    speculator.tie()
+    speculator.initialise("svd", lm_head.half())
+    speculator.factors(lm_head.half())[1].sum().mul(1e-12).backward()
+    assert (speculator.vocab_proj.up_proj.weight.grad != 0).all()
+
+
+def test_a_tied_one_is_neither_rounded_nor_written(lm_head, tmp_path):
+    speculator = VocabSpeculator(HIDDEN, 5, ExactSelection(VOCAB, 10))
+    speculator.tie()
+    for refused in (lambda: speculator.quantize("fp8"),
+                    lambda: write_speculator(tmp_path / "new", speculator, torch.float32)):
+        with pytest.raises(ValueError, match=r"call untie\(lm_head\) first"):
+            refused()
+
+
+def test_rare_tokens_survive_training_with_a_tied_vocab_proj(states, lm_head):
+    """Ids that no training position asks for: trained row by row they are pushed out of the candidates."""
+    common, rare = states.split(200)
+    is_common = torch.arange(VOCAB) < VOCAB // 2
+    logits = (common @ lm_head.T).masked_fill(~is_common, float("-inf"))
+    recalls = {}
+    for tied in (False, True):
+        speculator = VocabSpeculator(HIDDEN, 8, ExactSelection(VOCAB, 10))
+        if tied:
+            speculator.tie()
+        speculator.initialise("calibration", lm_head, states)
+        optimizer = torch.optim.Adam(speculator.parameters(), lr=5e-3)
+        for _ in range(150):
+            down_proj, vocab_proj = speculator.factors(lm_head)
+            loss = torch.nn.functional.cross_entropy(common @ down_proj.T @ vocab_proj.T, logits.softmax(-1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        speculator.untie(lm_head)
+        wanted = (rare @ lm_head.T).masked_fill(is_common, float("-inf")).argmax(-1)
+        scores = speculator(rare)
+        recalls[tied] = (scores > scores.gather(-1, wanted[:, None])).sum(-1).double().mean().item()
+    assert recalls[True] < 0.7 * recalls[False]  # mean rank of the best rare id
 
 
 def test_svd_is_the_best_approximation_of_its_rank(lm_head):
