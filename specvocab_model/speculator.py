@@ -143,7 +143,7 @@ class VocabSpeculator(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Approximate logits ``[..., V]`` of the normalised hidden states ``[..., d]``; not while it is tied."""
-        return self.vocab_proj(self.down_proj(hidden))
+        return self.untied_vocab_proj()(self.down_proj(hidden))
 
     def factors(self, lm_head: Tensor) -> tuple[Tensor, Tensor]:
         """``down_proj`` [r, d] and ``vocab_proj`` [V, r], with gradients to what is trained; ``lm_head`` [V, d]."""
@@ -165,14 +165,16 @@ class VocabSpeculator(nn.Module):
         self.vocab_proj = nn.Linear(self.rank, self.vocab_size, bias=False, device=up_proj.device)
         self._fill_vocab_proj(up_proj, lm_head)
 
-    def check_untied(self) -> None:
-        """Raises ValueError while ``vocab_proj`` is tied."""
+    def untied_vocab_proj(self) -> nn.Linear | QuantizedVocabProj:
+        """``vocab_proj`` with its V rows; raises ValueError while it is tied."""
         if isinstance(self.vocab_proj, TiedVocabProj):
             raise ValueError("a tied vocab_proj exists only as a product with lm_head; call untie(lm_head) first")
+        return self.vocab_proj
 
     def _fill_vocab_proj(self, up_proj: Tensor, lm_head: Tensor) -> None:
         """``vocab_proj = lm_head · up_proj`` in fp64, rounded once."""
-        for filled, rows in zip(self.vocab_proj.weight.split(ROWS_AT_ONCE), lm_head.split(ROWS_AT_ONCE), strict=True):
+        vocab_proj = self.untied_vocab_proj().weight
+        for filled, rows in zip(vocab_proj.split(ROWS_AT_ONCE), lm_head.split(ROWS_AT_ONCE), strict=True):
             filled.copy_(rows.double() @ up_proj.to(rows.device, torch.float64))
 
     def quantize(self, precision: str) -> None:
@@ -182,10 +184,10 @@ class VocabSpeculator(nn.Module):
             ConfigError: it has 8 bits already.
             ValueError: it is tied.
         """
-        self.check_untied()
+        vocab_proj = self.untied_vocab_proj()
         if self.quantization is not None:
             raise ConfigError(f"vocab_proj is {self.quantization} already; export the trained weights again")
-        self.vocab_proj = QuantizedVocabProj(*quantize_vocab_proj(self.vocab_proj.weight, precision))
+        self.vocab_proj = QuantizedVocabProj(*quantize_vocab_proj(vocab_proj.weight, precision))
         self.quantization = precision
 
     def head_weights(self, lm_head: Tensor) -> HeadWeights:

@@ -41,7 +41,7 @@ def write_speculator(folder: Path, speculator: VocabSpeculator, dtype: torch.dty
         ConfigError: a tensor is missing, unknown, misshapen or not finite.
         ValueError: ``vocab_proj`` is tied.
     """
-    speculator.check_untied()
+    speculator.untied_vocab_proj()  # or there is nothing to write
     state = speculator.state_dict()
     tensors = to_store(state, dtype)
     if speculator.quantization is not None:  # fp32 scales and 8-bit rows stay what they are
@@ -123,7 +123,7 @@ def check_schema_version(record: dict[str, Any], path: Path) -> None:
 
 
 def _check_precision(speculator: VocabSpeculator, path: Path) -> None:
-    dtype = speculator.vocab_proj.weight.dtype
+    dtype = speculator.untied_vocab_proj().weight.dtype
     if {eight_bits: name for name, eight_bits in QUANTIZED.items()}.get(dtype) != speculator.quantization:
         raise ConfigError(f"{path} holds a vocab_proj of {dtype}, but its config.json says quantization="
                           f"{speculator.quantization!r}; {COPY_AGAIN}")

@@ -50,12 +50,12 @@ def shard_speculator(speculator: VocabSpeculator, first_id: int, num_rows: int) 
             speculator.down_proj.in_features, speculator.rank, shard_selection(speculator.selection, num_rows)
         )
     shard.down_proj = speculator.down_proj
-    whole = speculator.vocab_proj
+    whole = speculator.untied_vocab_proj()
     if isinstance(whole, QuantizedVocabProj):
         shard.vocab_proj = QuantizedVocabProj(whole.weight[ids], whole.scales[ids])
         shard.quantization = speculator.quantization
     else:
-        shard.vocab_proj.weight = nn.Parameter(whole.weight[ids], requires_grad=False)
+        shard.untied_vocab_proj().weight = nn.Parameter(whole.weight[ids], requires_grad=False)
     return shard
 
 
