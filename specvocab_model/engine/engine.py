@@ -228,6 +228,7 @@ class DecodeEngine:
             self.drafter.forward.fill(output.features, self.texts.prompts.gather(1, columns + 1), starts, width)
 
     def _emit_first(self) -> None:
+        self.verified.starts.copy_(self.texts.lengths)
         nothing = torch.zeros_like(self.texts.lengths)
         path = nothing[:, None].expand(-1, self.path_size)
         self._emit(self.state, path, nothing, nothing, self._choose(self.last_hidden, self.uniforms[:, -1]))
@@ -236,6 +237,7 @@ class DecodeEngine:
         """The target judges the tree; what it accepts and its own next token enter the text."""
         tree = self.tree
         output = self.forward(tree.token_ids, self.texts.lengths, tree.ancestors, tree.depths, width)
+        self.verified.starts.copy_(self.texts.lengths)
         uniforms = self.uniforms[:, self.shape.depth :]
         if tree.probabilities.shape[1]:
             path = self._accept_drawn(self.target.logits(output.final_hidden), uniforms)

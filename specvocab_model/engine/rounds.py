@@ -50,6 +50,8 @@ def emit(state: State, path: Tensor, num_accepted: Tensor, limits: Tensor, follo
     """Add accepted drafts and the token after them to the text, up to an EOS; write the report.
 
     Args:
+        state: whose ``verified.starts`` are the lengths of the texts before this. They are not set here: in inductor's
+            code (torch 2.11, 2.13) a copy of one argument to another sees what is written to the first afterwards.
         path: int64 [B, path_size], the nodes of the drafts, from the root down; those on it that count, beside the
             root, are ``num_accepted``, of ``limits`` that were judged; ``following``: the token after them; int64 [B].
     """
@@ -61,7 +63,6 @@ def emit(state: State, path: Tensor, num_accepted: Tensor, limits: Tensor, follo
     stopped = ends.any(-1)
     counts = torch.where(stopped, ends.int().argmax(-1), num_accepted) + 1
     moving = ~texts.finished
-    verified.starts.copy_(texts.lengths)
     verified.next_ids.copy_(tokens)
     verified.num_new.copy_(num_accepted + 1)
     tree.token_ids[:, 0] = torch.where(moving, following, tree.token_ids[:, 0])

@@ -285,7 +285,7 @@ def test_neither_prompts_nor_steps_wait_for_the_gpu(tmp_path):
     slots = slots_module.Slots(target, GREEDY, num_slots=4, capacity=64, own_columns=False)
 
     def some() -> slots_module.Look:
-        slots.admit([0, 2], random_prompts(2), torch.zeros(2, 0))
+        slots.admit([0, 2], random_prompts(2), torch.zeros(2, 0, dtype=torch.float64))
         return slots.steps(4)
 
     some().completions([0, 2])  # captures
