@@ -33,7 +33,7 @@ from specvocab_model.sampling import Sampling
 from specvocab_model.target import Target, load_spec
 from specvocab_model.terminal import Answer, Screen
 
-DEFAULT_CHECKPOINT = Path("outputs/quickstart/export")
+REFERENCE_DRAFT = Path(__file__).resolve().parent.parent / "docs" / "reference_draft"
 PROMPT = "Explain to a child why the sky is blue."
 
 
@@ -46,8 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("checkpoint", type=Path, nargs="?", default=DEFAULT_CHECKPOINT,
-                        help="folder written by scripts/export.py or scripts/convert.py; by default the quickstart's")
+    parser.add_argument("checkpoint", type=Path, nargs="?", default=REFERENCE_DRAFT,
+                        help="folder written by scripts/export.py or scripts/convert.py; by default the one in docs")
     parser.add_argument("--target", help="hub id or folder; by default the one that specvocab.json names")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-new-tokens", type=positive, default=128, help="longest answer")

@@ -175,12 +175,11 @@ def test_errors_are_one_line(options, message, checkpoint, monkeypatch, capsys):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_without_a_checkpoint_it_says_how_to_make_one(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_without_a_draft_says_how_to_make_one(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        demo.main([])
+        demo.main([str(tmp_path)])
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "bash scripts/quickstart.sh" in error and "outputs/quickstart/export" in error
+    assert error.count("\n") == 1 and "bash scripts/quickstart.sh" in error and str(tmp_path) in error
 
 
 def test_ctrl_c_ends_in_a_word(checkpoint, monkeypatch, capsys):
