@@ -8,7 +8,6 @@ two, for each of which there is a graph. They share one pool of memory, which ho
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -21,8 +20,6 @@ from specvocab_model.public_drafts import LENGTH_DEPENDENT
 from specvocab_model.target import Target, TargetOutput
 from specvocab_model.target_spec import LAYOUTS
 
-SWITCH = "SPECVOCAB_TARGET_GRAPH"  # "1" in the environment; off until it has been measured on a card
-ENABLED = os.environ.get(SWITCH) == "1"
 MOST_BYTES = 2**30  # of activations in the pool: a larger forward computes for longer than it takes to launch
 FEWEST_DOCUMENTS = 8
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from data_gen.shards import MANIFEST_FILE, supervised_ids
-from specvocab_model import target_graph
 from specvocab_model.config import Config
 from specvocab_model.draft import SpecVocabDraft, TrainOutput
 from specvocab_model.losses import Objective
@@ -112,7 +111,7 @@ def build_run(config: Config) -> Run:
     target = load_target(config, accelerator)
     target_outputs = TargetOutputs(
         target, keep=config.trainer.cache_target, together=config.distributed.shard_target,
-        shape=(config.trainer.micro_batch_size, config.data.seq_len) if target_graph.ENABLED else None)
+        shape=(config.trainer.micro_batch_size, config.data.seq_len))
     data_sha256 = hashlib.sha256((Path(config.data.train_path) / MANIFEST_FILE).read_bytes()).hexdigest()
     checkpoints = build_checkpoints(config, accelerator, target, data_sha256)
     resume_from = checkpoints.find() if config.trainer.resume else None

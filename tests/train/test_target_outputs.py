@@ -92,7 +92,7 @@ def test_gpu_trains_alike_with_the_target_in_a_graph(tmp_path, monkeypatch):
     changes = ("distributed.cpu=false", "target.dtype=bfloat16", "trainer.mixed_precision=bf16",
                "trainer.gradient_accumulation_steps=2", "trainer.micro_batch_size=2")
     for name, enabled in (("eager-gpu", False), ("graph-gpu", True)):
-        monkeypatch.setattr(target_graph, "ENABLED", enabled)
+        monkeypatch.setattr(target_graph, "MOST_BYTES", 2**30 if enabled else 0)
         run = run_of(root, name, *changes)
         train(run)
         assert enabled == (run.target_outputs.graph is not None and bool(run.target_outputs.graph.graphs._graphs))
