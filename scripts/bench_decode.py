@@ -9,9 +9,10 @@ Every draft is measured with each head that it has: the full one and the specula
 it was trained or pruned to (scripts/trim_vocab.py). Of several exports of one draft, ``--own-heads`` measures the full
 head once. A speculated vocabulary is measured as such, also for batches so large that decoding would take the full
 head, which is faster there. A shape is a chain's length, or DEPTHxTOP_KxTOKENS of a dynamic tree. All decode the same
-turns one after the other, in one process, with the same graphs; seconds include the prefill. A later turn of a prompt
-follows on the target's greedy answers. Greedy outputs are compared with the plain one; of every output that differs,
-the JSON has the gap between the target's two best logits there: rounding for a tie.
+turns one after the other, in one process, with the same graphs; seconds include the prefill. Turns whose greedy answers
+are equally long share a batch. A later turn of a prompt follows on the target's greedy answers. Greedy outputs are
+compared with the plain one; of every output that differs, the JSON has the gap between the target's two best logits
+there: rounding for a tie.
 ``--plain-layers`` adds every engine with nothing compiled (specvocab_model/compiled_layers.py).
 ``--random`` makes target and drafts of random weights: their times are those of the shape, their acceptance means
 nothing.
@@ -256,11 +257,12 @@ def decode(
     args: argparse.Namespace, target: Target, engines: dict[str, DecodeEngine], turns: Sequence[Turn]
 ) -> dict[str, Measurement]:
     """All engines on every batch in turn, after the graphs of all lengths are captured."""
-    by_length = sorted(turns, key=lambda turn: len(turn.prompt_ids)) if args.batch > 1 else list(turns)
-    batches = [by_length[start : start + args.batch] for start in range(0, len(turns), args.batch)]
+    batches = split(turns, [len(turn.prompt_ids) for turn in turns], args.batch)
     measured = {name: Measurement() for name in engines}
     for engine in tqdm(engines.values(), unit="engine", desc="warming up"):
         warm_up(engine, batches, args.max_new_tokens)
+    if args.batch > 1 and args.temperature.greedy:
+        batches = alike(engines["autoregressive"], batches, args.max_new_tokens)
     for number, batch in enumerate(tqdm(batches, unit="batch", desc="decoding")):
         answers: dict[str, list[list[int]]] = {}  # plain decoding's are the first
         for name, engine in engines.items():
@@ -275,6 +277,21 @@ def decode(
         if args.temperature.greedy:
             note_differences(target, batch, answers, measured)
     return measured
+
+
+def split(turns: Sequence[Turn], sizes: Sequence[int], batch_size: int) -> list[list[Turn]]:
+    """Batches of turns of about the same size; one at a time, in their own order."""
+    order = sorted(range(len(turns)), key=sizes.__getitem__) if batch_size > 1 else range(len(turns))
+    ordered = [turns[index] for index in order]
+    return [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
+
+
+def alike(plain: DecodeEngine, batches: Sequence[Sequence[Turn]], max_new_tokens: int) -> list[list[Turn]]:
+    """Batches of turns whose greedy answers are equally long: a batch takes as long as its longest answer."""
+    turns = [turn for batch in batches for turn in batch]
+    sizes = [len(output.sequences) for batch in tqdm(batches, unit="batch", desc="lengths of answers")
+             for output in plain.generate([turn.prompt_ids for turn in batch], max_new_tokens=max_new_tokens)]
+    return split(turns, sizes, len(batches[0]))
 
 
 def note_differences(

@@ -4,7 +4,7 @@
 # EXPERIMENT, of configs/experiment, is smollm2_135m or gemma3_270m. PROMPTS are what the target answers for training,
 # QUESTIONS (Spec-Bench's question.jsonl) what drafts are measured on; those are never trained on. Stages, in this order
 # and all but the ablations by default:
-#   fetch generate train train_own train_static export tune speed tau tau_tree tau_sampled report ablations
+#   fetch generate train train_static export tune speed tau tau_tree tau_sampled report ablations
 # What is finished is not done again, as long as drafts, target, questions and options are the same. What was stopped
 # goes on: a machine that is taken away costs minutes. With two GPUs, start independent stages side by side, each with
 # its own CUDA_VISIBLE_DEVICES. Runs are in outputs/EXPERIMENT*, figures in outputs/EXPERIMENT_results, both in the
@@ -50,13 +50,9 @@ generate() { "$python" data_gen/main.py "${experiment[@]}"; }
 
 train() { "$python" train/main.py "${experiment[@]}" "${steps[@]}"; }
 
-own="head.train_lm_head=true run_name=${name}_own" # its rows of lm_head are trained too, as those of static heads are
-
 static() { # SIZE: the overrides of a draft that is trained with so many of the most frequent tokens
   echo head=static "head.draft_vocab_size=$1" "run_name=${name}_static$1"
 }
-
-train_own() { "$python" train/main.py "${experiment[@]}" "${steps[@]}" $own; }
 
 train_static() {
   local size
@@ -71,7 +67,7 @@ export_all() {
     statics+=("export_draft $(static "$size")")
     prunings+=("prune $size")
   done
-  together export_draft "export_draft $own" "${statics[@]}" \
+  together export_draft "${statics[@]}" \
     "export_draft head.quantization=fp8 export.output=outputs/${name}_fp8/export" \
     "export_draft head.quantization=fp8 head.tile=$few_tile head.keep=1 export.output=outputs/${name}_few_fp8/export"
   together "${prunings[@]}"
@@ -122,7 +118,7 @@ measure() { # NAME, options of bench_decode.py
   made_from "$@" >"$file.made_from"
 }
 
-speculative=(outputs/"$name"/export outputs/"${name}"_{fp8,few_fp8,own}/export)
+speculative=(outputs/"$name"/export outputs/"${name}"_{fp8,few_fp8}/export)
 static=("${sizes[@]/#/outputs/${name}_static}") pruned=("${sizes[@]/#/outputs/${name}_pruned}")
 static=("${static[@]/%//export}") pruned=("${pruned[@]/%//pruned}")
 
@@ -155,7 +151,7 @@ tau_sampled() {
 }
 
 report() {
-  local ablations runs=(outputs/"$name" outputs/"${name}_own" "${sizes[@]/#/outputs/${name}_static}")
+  local ablations runs=(outputs/"$name" "${sizes[@]/#/outputs/${name}_static}")
   shopt -s nullglob # there may be none
   ablations=(outputs/"$name"_ablation_*)
   shopt -u nullglob
@@ -172,6 +168,7 @@ ablations() {
   ablation head_full head=full
   ablation init_random head.init=random
   ablation init_svd head.init=svd
+  ablation train_lm_head head.train_lm_head=true # as static heads train theirs
   ablation vocab_proj_free head.tied=false
   ablation vocab_proj_free_eps_1e-6 head.tied=false optim.eps=1e-6 # rows of rare tokens have tiny gradients
   ablation aux_weight_0.001 trainer.aux_weight=0.001
@@ -196,7 +193,7 @@ ablation() { # NAME, overrides
   made_from "${all[@]}" "$data/train" >"outputs/$run/export.made_from"
 }
 
-stages=(fetch generate train train_own train_static export tune speed tau tau_tree tau_sampled report)
+stages=(fetch generate train train_static export tune speed tau tau_tree tau_sampled report)
 [[ $# -gt 0 ]] || set -- "${stages[@]}"
 for stage in "$@"; do # before the first one takes hours
   [[ " ${stages[*]} ablations " == *" $stage "* ]] || die "there is no stage $stage; stages are ${stages[*]} ablations"

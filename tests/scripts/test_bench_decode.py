@@ -1,6 +1,7 @@
 """The benchmark of decoding measures every engine on the same prompts."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,6 +39,21 @@ def test_what_is_called_speculative_never_takes_the_full_head(monkeypatch):
         asked.append((kind, options)), build_head(kind, *rest, **options))[1])
     bench_decode.main(["--tiny", "--cpu", "--shapes", "2"])
     assert dict((kind, options) for kind, options in asked)["speculative"] == {"impl": "candidates"}
+
+
+def test_turns_whose_answers_are_equally_long_share_a_batch():
+    """A batch is decoded until its longest answer ends."""
+    turns = [bench_decode.Turn(str(number), "any", 0, [1] * number) for number in range(1, 8)]
+
+    class Plain:
+        def generate(self, prompts: list[list[int]], max_new_tokens: int) -> list[SimpleNamespace]:
+            return [SimpleNamespace(sequences=[0] * min(max_new_tokens, 10 * (len(prompt) % 4))) for prompt in prompts]
+
+    batches = bench_decode.alike(Plain(), bench_decode.split(turns, [1] * 7, 3), max_new_tokens=25)
+    answers = [[min(25, 10 * (len(turn.prompt_ids) % 4)) for turn in batch] for batch in batches]
+    assert answers == [[0, 10, 10], [20, 20, 25], [25]]
+    assert sorted(turn.id for batch in batches for turn in batch) == [turn.id for turn in turns]
+    assert bench_decode.split(turns, [7, 6, 5, 4, 3, 2, 1], 1) == [[turn] for turn in turns]
 
 
 def test_a_later_turn_follows_on_the_greedy_answers(tmp_path):
