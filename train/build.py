@@ -139,7 +139,8 @@ def build_run(config: Config) -> Run:
     total_steps = config.trainer.max_steps or config.trainer.num_epochs * sampler.steps_per_epoch
     sampler.first_step, sampler.num_steps = state.step, total_steps
     if accelerator.is_main_process:
-        print(describe_step(config, accelerator.num_processes, sampler.steps_per_epoch, total_steps))
+        print(describe_step(config, accelerator.num_processes, sampler.steps_per_epoch, total_steps,
+                            sampler.padding))
         print(estimate.describe(accelerator.device), flush=True)
         if accelerator.device.type == "cuda" and config.data.features_path is None:
             print(target_outputs.describe(), flush=True)

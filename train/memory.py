@@ -96,10 +96,22 @@ def resident_bytes(target: Target, config: Config) -> float:
     return size(target.model) + 2 * gathered
 
 
-def describe_step(config: Config, world_size: int, steps_per_epoch: int, total_steps: int) -> str:
-    """One line: what an optimizer step consists of."""
+MUCH_PADDING, MANY_STEPS = 0.1, 8  # packing leaves 1 to 3 % where few of many documents are longer than half of a row
+
+
+def describe_step(config: Config, world_size: int, steps_per_epoch: int, total_steps: int, padding: float) -> str:
+    """One line: what an optimizer step consists of; and another where much of it is padding, a share of its tokens."""
     trainer = config.trainer
     rows = world_size * trainer.gradient_accumulation_steps * trainer.micro_batch_size
+    advice = _advice(config) if padding > MUCH_PADDING and steps_per_epoch >= MANY_STEPS else ""
     return (f"{config.distributed.strategy}: {world_size} ranks x {trainer.gradient_accumulation_steps} micro-batches "
             f"x {trainer.micro_batch_size} rows of {config.data.seq_len} tokens = {rows} rows, "
-            f"{rows * config.data.seq_len} tokens a step; {steps_per_epoch} steps an epoch, {total_steps} in all")
+            f"{rows * config.data.seq_len} tokens a step, {padding:.1%} of them padding; {steps_per_epoch} steps an "
+            f"epoch, {total_steps} in all{advice}")
+
+
+def _advice(config: Config) -> str:
+    """Rows of twice the length, as many slots where that can be."""
+    longer, size = 2 * config.data.seq_len, config.trainer.micro_batch_size
+    return ("\nwarning: so much padding comes of documents that are longer than half of a row; set "
+            f"data.seq_len={longer} trainer.micro_batch_size={max(1, size // 2)}")

@@ -90,6 +90,7 @@ class StepSampler(Sampler[StepPlan]):
         self.micro_batch_size = micro_batch_size
         self.rows_per_step = world_size * micro_batch_size * accumulation
         self.num_rows = len(self.plan_epoch(0))
+        self.padding = 1 - int(pieces[:, 2].sum()) / (self.num_rows * seq_len)  # share of the rows' token slots
         self.steps_per_epoch = -(-self.num_rows // self.rows_per_step)
         self.first_step = 0
         self.num_steps = self.steps_per_epoch

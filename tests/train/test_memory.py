@@ -55,6 +55,13 @@ def test_parameters_moments_and_target_are_counted_to_the_byte(root):
 
 
 def test_a_step_in_words():
-    assert describe_step(config("zero2", seq_len=2048), 8, 100, 300) == (
-        "zero2: 8 ranks x 8 micro-batches x 1 rows of 2048 tokens = 64 rows, 131072 tokens a step; "
-        "100 steps an epoch, 300 in all")
+    assert describe_step(config("zero2", seq_len=2048), 8, 100, 300, 0.0123) == (
+        "zero2: 8 ranks x 8 micro-batches x 1 rows of 2048 tokens = 64 rows, 131072 tokens a step, "
+        "1.2% of them padding; 100 steps an epoch, 300 in all")
+
+
+@pytest.mark.parametrize("padding, steps, warned", [(0.23, 100, True), (0.09, 100, False), (0.23, 7, False)])
+def test_rows_of_which_many_documents_take_more_than_half_are_warned_of(padding: float, steps: int, warned: bool):
+    """Of two documents of 1100 tokens, which a row of 2048 has no room for."""
+    line = describe_step(config("single", seq_len=2048), 1, steps, 300, padding)
+    assert ("\nwarning: " in line and "set data.seq_len=4096 trainer.micro_batch_size=1" in line) == warned

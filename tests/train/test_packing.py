@@ -311,3 +311,9 @@ def test_rows_that_contradict_themselves_or_the_target_are_refused(changes, reas
 def test_a_draft_predicts_no_token_before_a_pieces_third(mask, seq_len, expected):
     rows = Dataset.from_dict({"input_ids": [[5], [5] * len(mask)], "loss_mask": [[1], mask]})
     assert any_supervised(rows, split_documents(document_lengths(rows), seq_len)) == expected
+
+
+def test_padding_is_what_is_left_of_the_rows():
+    pieces = np.array([[number, 0, length] for number, length in enumerate([1100, 1100, 900, 40])])
+    sampler = StepSampler(pieces, 2048, seed=0, rank=0, world_size=1, micro_batch_size=1, accumulation=1)
+    assert sampler.num_rows == 2 and sampler.padding == pytest.approx(1 - 3140 / 4096)
