@@ -9,10 +9,10 @@ Every draft is measured with each head that it has: the full one and the specula
 it was trained or pruned to (scripts/trim_vocab.py). Of several exports of one draft, ``--own-heads`` measures the full
 head once. A speculated vocabulary is measured as such, also for batches so large that decoding would take the full
 head, which is faster there. A shape is a chain's length, or DEPTHxTOP_KxTOKENS of a dynamic tree. All decode the same
-turns one after the other, in one process, with the same graphs; seconds include the prefill. Turns whose greedy answers
-are equally long share a batch. A later turn of a prompt follows on the target's greedy answers. Greedy outputs are
-compared with the plain one; of every output that differs, the JSON has the gap between the target's two best logits
-there: rounding for a tie.
+turns one after the other, in one process, with the same graphs; seconds include the prefill. Where decoding is greedy,
+turns whose answers are equally long share a batch. A later turn of a prompt follows on the target's greedy answers.
+Greedy outputs are compared with the plain one; of every output that differs, the JSON has the gap between the target's
+two best logits there: rounding for a tie.
 ``--plain-layers`` adds every engine with nothing compiled (specvocab_model/compiled_layers.py).
 ``--random`` makes target and drafts of random weights: their times are those of the shape, their acceptance means
 nothing.
@@ -88,8 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", help="folder or hub id")
     parser.add_argument("--gguf-file", help="in the target's folder")
     parser.add_argument("--draft", nargs="+", type=Path, default=[], help="exported checkpoints")
-    parser.add_argument("--own-heads", action="store_true",
-                        help="the full head of the first draft and of those with an lm_head of their own, only")
+    parser.add_argument("--own-heads", action="store_true", help="the full head of the first draft only")
     parser.add_argument("--prompts", type=Path, help="jsonl, as eval.prompts")
     parser.add_argument("--num-prompts", type=positive, help="so many, evenly spaced over the file; by default all")
     parser.add_argument("--max-new-tokens", type=positive, default=256)
@@ -230,8 +229,7 @@ def measure(
         for number, (name, model) in enumerate(drafts.items()):
             place_draft(model, target)
             kind = model.head_config.type
-            with_full = number == 0 or not args.own_heads or model.own_head is not None
-            for head in ["full", kind] if kind == "speculative" and with_full else [kind]:
+            for head in ["full", kind] if kind == "speculative" and (number == 0 or not args.own_heads) else [kind]:
                 # Many rows at a time are faster with the full head; what is called speculative must be that.
                 made = build_head(head, target, model, **({"impl": "candidates"} if head == "speculative" else {}))
                 for shape in args.shapes:
@@ -315,7 +313,8 @@ def warm_up(engine: DecodeEngine, batches: Sequence[Sequence[Turn]], max_new_tok
     lengths = [max(len(turn.prompt_ids) for turn in batch) for batch in batches]
     longest = batches[lengths.index(max(lengths))]
     engine.generate([turn.prompt_ids for turn in longest], max_new_tokens=1)
-    for length in range(min(lengths), max(lengths) + max_new_tokens, SMALLEST_STEP):
+    shortest = min(len(turn.prompt_ids) for batch in batches for turn in batch)
+    for length in range(shortest, max(lengths) + max_new_tokens, SMALLEST_STEP):
         for part in engine.parts(length).values():
             part()
 

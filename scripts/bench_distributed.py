@@ -208,7 +208,7 @@ def build_draft(config: Config, shape: dict[str, Any], device: torch.device) -> 
         max_position_embeddings=65536, num_unroll_steps=config.draft.num_unroll_steps,
     )
     with torch.device(device):
-        return SpecVocabDraft(architecture, config.head)
+        return SpecVocabDraft(architecture, config.head).for_training()
 
 
 def build_target(shape: dict[str, Any], device: torch.device) -> PreTrainedModel:

@@ -149,7 +149,7 @@ def build_draft(args: argparse.Namespace, num_steps: int, device: torch.device) 
     )
     head = HeadConfig(type="speculative", rank=args.rank) if args.rank else HeadConfig(type="full")
     with torch.device(device):
-        return SpecVocabDraft(architecture, head)
+        return SpecVocabDraft(architecture, head).for_training()
 
 
 def make_batch(args: argparse.Namespace, seq_len: int, device: torch.device) -> dict[str, Tensor]:

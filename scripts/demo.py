@@ -91,8 +91,8 @@ def target_config(options: argparse.Namespace) -> TargetConfig:
     """
     folder, path = options.checkpoint, options.checkpoint / PROVENANCE_FILE
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} holds no draft; make one with `bash scripts/quickstart.sh`, or give the folder of "
-                          "another one")
+        raise ConfigError(f"{folder} holds no draft; make one with `bash scripts/quickstart.sh`, or leave the folder "
+                          f"out for the one in {REFERENCE_DRAFT}")
     if options.target is not None and not path.is_file():  # a stock draft
         config = TargetConfig(model=options.target)
     else:

@@ -77,15 +77,16 @@ def export(config: Config) -> Path:
         weights, digest = best / MODEL_FILE, None
         training |= {"step": state.best_step, "metrics": {BEST_METRIC: state.best_tau}}
         print(f"step {state.best_step}, with {BEST_METRIC} {state.best_tau:.4f} on the validation data")
-    model = SpecVocabDraft.build_for_training(spec, config.draft, config.head)
+    model = SpecVocabDraft.build(spec, config.draft, config.head).for_training()
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     model.load_state_dict(read_tensors(weights, shapes, TRAIN_AGAIN, digest))
-    if model.speculator is not None or config.export.own_lm_head:
-        target = Target.load(config.target, device="cpu", decoder=False)
+    tied = model.speculator is not None and config.head.tied
+    if tied or config.export.own_lm_head:
+        lm_head = Target.load(config.target, device="cpu", decoder=False).lm_head_weight.detach()
         if model.speculator is not None:
-            model.speculator.untie(model.lm_head_weight(target).detach())
+            model.speculator.untie(lm_head)
         if config.export.own_lm_head:
-            copy_lm_head(model, target.lm_head_weight, config)
+            copy_lm_head(model, lm_head, config)
     recall = None if config.head.quantization is None else quantize(model, config.head.quantization, config)
     provenance = Provenance(
         step=training["step"],
@@ -110,7 +111,7 @@ def copy_lm_head(model: SpecVocabDraft, lm_head: Tensor, config: Config) -> None
         raise ConfigError("export.own_lm_head=true stores a copy of the target's lm_head, but this draft was trained "
                           "with one of its own; leave it out")
     model.own_head = OwnHead(lm_head.shape[1], VocabMap.from_ids(torch.arange(len(lm_head)), len(lm_head)))
-    model.own_head.weight = nn.Parameter(lm_head.detach())
+    model.own_head.weight = nn.Parameter(lm_head)
 
 
 def quantize(model: SpecVocabDraft, precision: str, config: Config) -> dict[str, Any] | None:
@@ -146,7 +147,8 @@ def check_run(training: dict[str, Any], config: Config, spec: TargetSpec) -> Non
         raise ConfigError(f"{config.output_dir} was trained for another target than {spec.name} (fingerprint "
                           f"{training['target_fingerprint'][:12]}, now {spec.fingerprint[:12]}); give that target")
     trained, now = training["config"], asdict(config)
-    head = ("type", "draft_vocab_size") if config.head.type == "static" else ("type", "train_lm_head", "rank", "tied")
+    trained = trained | {"head": {"tied": False} | trained.get("head", {})}  # what earlier versions did
+    head = {"static": ("type", "draft_vocab_size"), "full": ("type",)}.get(config.head.type, ("type", "rank", "tied"))
     for node, keys in {"draft": now["draft"].keys(), "head": head}.items():
         for key in keys:
             if key not in trained.get(node, {}):

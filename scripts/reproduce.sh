@@ -7,7 +7,7 @@
 #   fetch generate train train_static export tune speed tau tau_tree tau_sampled report ablations
 # What is finished is not done again, as long as drafts, target, questions and options are the same. What was stopped
 # goes on: a machine that is taken away costs minutes. With two GPUs, start independent stages side by side, each with
-# its own CUDA_VISIBLE_DEVICES. Runs are in outputs/EXPERIMENT*, figures in outputs/EXPERIMENT_results, both in the
+# its own CUDA_VISIBLE_DEVICES (train_static by size, with STATIC_SIZES=16000 and STATIC_SIZES=32000). Runs are in outputs/EXPERIMENT*, figures in outputs/EXPERIMENT_results, both in the
 # repository. Without a network, put the wheels of the target into a folder and set
 # PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER HF_HUB_OFFLINE=1. Other variables: TARGET, STEPS=1000 and ABLATION_STEPS=500
 # optimizer steps, STATIC_SIZES='16000 32000', QUESTIONS_OF_SPEED=80, BATCH=16 texts at a time where only acceptance
@@ -41,7 +41,10 @@ quoted() { printf "'%s'" "${1//\'/\\\'}"; } # for Hydra, to which commas and bra
 experiment=(+experiment="$name" "target.model=$(quoted "$target")" "generation.prompt_files=[$(quoted "$prompts")]"
   "eval.prompts=$(quoted "$questions")" ${EXTRA:-})
 steps=(${STEPS:+"trainer.max_steps=$STEPS"})
-read -ra sizes <<<"${STATIC_SIZES:-16000 32000}" # of the static heads, the largest last
+mapfile -t sizes < <(tr ' ' '\n' <<<"${STATIC_SIZES:-16000 32000}" | sort -n) # of the static heads
+for size in "${sizes[@]}"; do
+  [[ $size =~ ^[1-9][0-9]*$ ]] || die "STATIC_SIZES='$STATIC_SIZES' must be numbers of tokens, separated by spaces"
+done
 batch=${BATCH:-16} data=data/$name results=outputs/${name}_results
 
 fetch() { "$python" scripts/fetch_target.py "$target"; }
@@ -168,7 +171,6 @@ ablations() {
   ablation head_full head=full
   ablation init_random head.init=random
   ablation init_svd head.init=svd
-  ablation train_lm_head head.train_lm_head=true # as static heads train theirs
   ablation vocab_proj_free head.tied=false
   ablation vocab_proj_free_eps_1e-6 head.tied=false optim.eps=1e-6 # rows of rare tokens have tiny gradients
   ablation aux_weight_0.001 trainer.aux_weight=0.001

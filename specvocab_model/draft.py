@@ -248,19 +248,15 @@ class SpecVocabDraft(nn.Module):
         return target.lm_head_weight if own is None or not own.is_full else own.weight
 
     @classmethod
-    def build_for_training(cls, spec: TargetSpec, draft_config: DraftConfig, head_config: HeadConfig) -> SpecVocabDraft:
-        """As ``build``, with the parameters that are trained where those differ: of a tied head, of an own lm_head."""
-        model = cls.build(spec, draft_config, head_config)
-        if head_config.train_lm_head:
-            model.own_head = OwnHead.of_size(spec.hidden_size, spec.vocab_size, spec.vocab_size)
-        if model.speculator is not None and head_config.tied:
-            model.speculator.tie()
-        return model
-
-    @classmethod
     def build(cls, spec: TargetSpec, draft_config: DraftConfig, head_config: HeadConfig) -> SpecVocabDraft:
         """An untrained draft for a target."""
         return cls(DraftArchitecture.from_target(spec, draft_config), head_config)
+
+    def for_training(self) -> SpecVocabDraft:
+        """This, with what is trained in the place of ``vocab_proj`` where ``head.tied`` says so."""
+        if self.speculator is not None and self.head_config.tied:
+            self.speculator.tie()
+        return self
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, target_spec: TargetSpec | None = None) -> SpecVocabDraft:
@@ -304,8 +300,8 @@ class SpecVocabDraft(nn.Module):
         steps = unroll(self.draft, features, token_embeds, position_ids, plan.unrolled, num_steps)
         judged = torch.stack([hidden.index_select(0, at) for hidden, at in zip(steps, plan.student_at, strict=True)])
         student_hidden = self.draft.norm(judged)
-        judge = partial(distillation_loss, speculator=self.speculator, own_head=self.own_head)
-        if self.head_config.type == "static" and self.own_head is not None:
+        judge = partial(distillation_loss, speculator=self.speculator)
+        if self.own_head is not None:
             judge = partial(static_distillation_loss, head=self.own_head)
         distilled = judge(
             student_hidden,
@@ -325,9 +321,8 @@ class SpecVocabDraft(nn.Module):
 
         A target's scale and soft-cap are monotone, so they do not change which one that is.
         """
-        own = None if self.own_head is None else self.own_head.weight.to(lm_head_weight.dtype)
-        rows = lm_head_weight if own is None else own
-        weights = None if self.speculator is None else self.speculator.head_weights(rows)
+        rows = lm_head_weight if self.own_head is None else self.own_head.weight.to(lm_head_weight.dtype)
+        weights = None if self.speculator is None else self.speculator.head_weights(lm_head_weight)
         drafts = [torch.empty(0, dtype=torch.int64, device=student_hidden.device)]
         with torch.autocast(student_hidden.device.type, enabled=False):
             for hidden in student_hidden.to(lm_head_weight.dtype).flatten(0, -2).split(DRAFT_ROWS):

@@ -55,7 +55,6 @@ def distillation_loss(
     lm_head_weight: Tensor,
     *,
     speculator: VocabSpeculator | None,
-    own_head: OwnHead | None,
     rows: JudgedRows,
     step_weights: Tensor,
     objective: Objective,
@@ -66,14 +65,10 @@ def distillation_loss(
     Args:
         student_hidden: [S, N, d], after the draft's final norm, at the start positions ``rows.student``.
         final_hidden: [B * T, d]; ``lm_head_weight`` [V, d]; ``step_weights`` [S].
-        own_head: over all tokens, trained in the place of ``lm_head_weight``, which remains the teacher's.
         collect: also return the sums that metrics are made of.
     """
     num_tiles, keep = (1, lm_head_weight.shape[0]) if speculator is None else candidate_rule(speculator.selection)
-    down_proj, vocab_proj = None, None
-    if speculator is not None:  # its loss moves W, never the embedding that vocab_proj is a product with
-        own = None if own_head is None else own_head.weight.detach().to(lm_head_weight.dtype)
-        down_proj, vocab_proj = speculator.factors(lm_head_weight if own is None else own)
+    down_proj, vocab_proj = (None, None) if speculator is None else speculator.factors(lm_head_weight)
     loss, stats = distill(
         student_hidden,
         final_hidden.index_select(0, rows.teacher),
@@ -81,7 +76,6 @@ def distillation_loss(
         down_proj,
         vocab_proj,
         torch.where(rows.valid, step_weights[:, None], 0.0),
-        student_head=None if own_head is None else own_head.weight,
         loss=objective.loss,
         aux_weight=objective.aux_weight,
         logit_scale=objective.logit_scale,

@@ -161,7 +161,7 @@ def test_a_damaged_training_result(file: str, name: str, target: Path, tmp_path:
     spec = load_spec(config.target)
     final = tmp_path / "final"
     final.mkdir()
-    model = SpecVocabDraft.build_for_training(spec, config.draft, config.head)
+    model = SpecVocabDraft.build(spec, config.draft, config.head).for_training()
     save_file(dict(model.state_dict()), final / "model.safetensors")
     record = {"step": 1, "metrics": {}, "config": asdict(config), "target_fingerprint": spec.fingerprint,
               "data_manifest_sha256": "d", "git_commit": None, "model_sha256": sha256(final / "model.safetensors")}

@@ -122,9 +122,7 @@ def build_run(config: Config) -> Run:
     states = None if resume_from else calibration_states(config, train_data, train_pieces, target_outputs)
     model = build_model(config, accelerator, target, states)
     if resume_from is None and model.own_head is not None:
-        static = config.head.type == "static"
-        vocab = choose_vocabulary(config, accelerator, target) if static else model.own_head.vocab
-        model.own_head.initialise(vocab, target.lm_head_weight)
+        model.own_head.initialise(choose_vocabulary(config, accelerator, target), target.lm_head_weight)
     if resume_from is not None and accelerator.is_main_process:
         checkpoints.load_weights(resume_from, model)
     synchronise(model)
@@ -190,7 +188,7 @@ def build_model(
         states: of ``calibration_states``, for setting the speculator as ``head.init`` says; None where a checkpoint
             follows. Rank 0 sets it; the others only where a sharded target needs them to compute the states.
     """
-    model = SpecVocabDraft.build_for_training(target.spec, config.draft, config.head).to(accelerator.device)
+    model = SpecVocabDraft.build(target.spec, config.draft, config.head).for_training().to(accelerator.device)
     computes = accelerator.is_main_process or config.distributed.shard_target
     if states is not None and model.speculator is not None and computes:
         generator = torch.Generator(accelerator.device).manual_seed(config.seed)

@@ -191,6 +191,7 @@ class Checkpoints:
 
     def _check_identity(self, folder: Path) -> None:
         then, now = json.loads((folder / STATE_FILE).read_text())["identity"], self.identity
+        then = {"head.tied": False} | then  # what earlier versions did
         differences = [
             f"{key}: {then.get(key)!r} then, {now.get(key)!r} now"
             for key in sorted({*then, *now}) if then.get(key) != now.get(key)

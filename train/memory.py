@@ -8,7 +8,7 @@ With P trainable parameters, N ranks, and bytes b of a number under ``trainer.mi
     activations   b (8 d + 3 I + 2 (H + 2 H_kv) D) for every position and unroll step: norms and their inputs, SwiGLU's
                   products, attention before and after rotation; b (9 d + (H + 4 H_kv) D) for every position: features
                   3 d and the rest of what the target gives
-    loss          trainer.loss_memory_mib
+    loss          trainer.loss_memory_mib; with head.tied (b + 4) r V, vocab_proj and its gradient
     target        its weights (sharded: a share of its layers, and two whole ones), b (6 d + 2 I) a position of a layer
 
 The loss and the gradients are needed at different times, so the sum counts the larger. All positions are taken to be
@@ -24,6 +24,7 @@ from torch import nn
 
 from specvocab_model.config import Config
 from specvocab_model.draft import SpecVocabDraft
+from specvocab_model.speculator import TiedVocabProj
 from specvocab_model.target import Target
 from train.launch import REDUCE_BUCKET_ELEMENTS, ZERO_STAGES
 from train.metrics import count_parameters
@@ -57,7 +58,9 @@ class MemoryEstimate:
         count = count_parameters(model)
         casts = number * count if number == 2 else 0
         buckets = 2 * 4 * min(REDUCE_BUCKET_ELEMENTS, count) if stage else 0
-        shape = model.architecture
+        shape, tied = model.architecture, 0
+        if model.speculator is not None and isinstance(model.speculator.vocab_proj, TiedVocabProj):
+            tied = (number + 4) * model.speculator.rank * model.speculator.vocab_size  # the product and its gradient
         hidden, inner = shape.hidden_size, shape.intermediate_size
         queries, keys = (heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads))
         positions = config.trainer.micro_batch_size * config.data.seq_len
@@ -68,7 +71,7 @@ class MemoryEstimate:
             optimizer=12 * count / world_size if stage else 8 * count,
             gradients=4 * count / (world_size if stage >= 2 else 1) + buckets,
             activations=number * positions * (config.draft.num_unroll_steps * per_step + per_position),
-            loss=config.trainer.loss_memory_mib * 2**20,
+            loss=config.trainer.loss_memory_mib * 2**20 + tied,
             target=target_bytes + number * positions * (6 * hidden + 2 * inner),
         )
 

@@ -51,7 +51,7 @@ class FlopsModel:
     the target's features get no gradient). Prompt positions only leave a key at step 0, and what the draft's attention
     projects of a token is the same at every step (see ``unroll.unroll``). Output embeddings cost 2 V d for the
     teacher's row, and for every student row 2 V d forward and 2 V d back to the hidden state: the embedding gets no
-    gradient. Left out is the product that makes a tied ``vocab_proj``, once a micro-batch: as much as 2 r more rows of
+    gradient. Left out is the product that makes a tied ``vocab_proj``, once a micro-batch: as much as r more rows of
     the student, of tens of thousands.
     """
 

@@ -59,12 +59,11 @@ class DraftConfig:
 
 @dataclass(kw_only=True, slots=True)
 class HeadConfig:
-    """How the draft turns its hidden state into token logits. All below ``train_lm_head`` is the speculator's."""
+    """How the draft turns its hidden state into token logits. All below ``draft_vocab_size`` is the speculator's."""
 
     type: str = "speculative"
     draft_vocab_size: int = 32000  # of the static head: so many most frequent tokens of the training data
     rank: int | None = None  # null: hidden_size / 8
-    train_lm_head: bool = False  # give the draft an lm_head of its own over all tokens; a static head always has one
     tied: bool = True  # train W in vocab_proj = lm_head W; false: every row of vocab_proj for itself
     selection: str = "tile"  # tile: the best `keep` ids of every `tile`, one kernel; exact: the best of all
     num_candidates: int | None = None  # tile: at least so many; null: 2048, or what tile and keep give
@@ -83,9 +82,6 @@ class HeadConfig:
             if self.type != "speculative":
                 raise ConfigError(f"head.quantization={self.quantization} rounds the speculator's vocab_proj, and "
                                   f"head.type={self.type!r} has none; drop it")
-        if self.train_lm_head and self.type == "static":
-            raise ConfigError("head.train_lm_head=true trains an lm_head over all tokens, and head.type='static' one "
-                              "over head.draft_vocab_size of them; drop it")
         for name in ("draft_vocab_size", "rank", "num_candidates", "tile", "keep", "calibration_tokens"):
             at_least(f"head.{name}", getattr(self, name), 1)
         self._check_tiles()

@@ -44,7 +44,7 @@ def config(tmp_path) -> Config:
 def finish_training(config: Config) -> SpecVocabDraft:
     """What train/main.py leaves behind."""
     spec = load_spec(config.target)
-    model = SpecVocabDraft.build_for_training(spec, config.draft, config.head)
+    model = SpecVocabDraft.build(spec, config.draft, config.head).for_training()
     final = Path(config.output_dir, "final")
     final.mkdir(parents=True)
     save_file(dict(model.state_dict()), final / "model.safetensors")
@@ -74,7 +74,7 @@ def keep_checkpoints(config: Config, *, best: int) -> dict[int, SpecVocabDraft]:
     spec, models = load_spec(config.target), {}
     root = Path(config.output_dir, "checkpoints")
     for step in (4, 7):
-        models[step] = SpecVocabDraft.build_for_training(spec, config.draft, config.head)
+        models[step] = SpecVocabDraft.build(spec, config.draft, config.head).for_training()
         folder = root / f"step-{step}"
         folder.mkdir(parents=True)
         save_file(dict(models[step].state_dict()), folder / "model.safetensors")

@@ -84,7 +84,7 @@ def config(tmp_path: Path) -> Config:
     spec = load_spec(target)
     final = tmp_path / "run/final"
     final.mkdir(parents=True)
-    model = SpecVocabDraft.build_for_training(spec, config.draft, config.head)
+    model = SpecVocabDraft.build(spec, config.draft, config.head).for_training()
     save_file(dict(model.state_dict()), final / "model.safetensors")
     record = {"step": 7, "metrics": {}, "config": asdict(config), "target_fingerprint": spec.fingerprint,
               "data_manifest_sha256": "d", "git_commit": None}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from train.optim import MOMENTS
 
 def config(strategy: str = "single", **data) -> Config:
     return Config(run_name="run", data=DataConfig(train_path="a", validation_path="b", **data),
-                  head=HeadConfig(rank=512), draft=DraftConfig(num_unroll_steps=7),
+                  head=HeadConfig(rank=512, tied=False), draft=DraftConfig(num_unroll_steps=7),
                   distributed=DistributedConfig(strategy=strategy),
                   trainer=TrainerConfig(gradient_accumulation_steps=8))
 
@@ -28,7 +30,8 @@ def qwen3_8b():
 
 @pytest.mark.parametrize(("seq_len", "measured"), [(2048, 8.8), (4096, 10.5), (8192, 14.1)])
 def test_qwen3_8b_on_an_h200(qwen3_8b, seq_len, measured):
-    """docs/PERFORMANCE.md: seven steps, 80 % of the positions supervised, no target but its embedding."""
+    """docs/PERFORMANCE.md: seven steps, 80 % of the positions supervised, no target but its embedding, head.tied=false.
+    """
     embedding = 2 * SHAPE["vocab_size"] * SHAPE["hidden_size"]
     estimate = MemoryEstimate.of(config(seq_len=seq_len), qwen3_8b, embedding, 1)
     assert measured < estimate.total / 2**30 < 1.3 * measured
@@ -52,6 +55,16 @@ def test_parameters_moments_and_target_are_counted_to_the_byte(root):
     states = run.updater.optimizer.state.values()
     assert estimate.optimizer == sum(state[key].nbytes for state in states for key in MOMENTS)
     assert resident_bytes(run.target, run.config) == sum(weight.nbytes for weight in run.target.model.parameters())
+
+
+def test_a_tied_head_takes_less(qwen3_8b):
+    """r V numbers in the optimizer make room for 2 r d, and for the product and its gradient while the loss is made."""
+    other = copy.deepcopy(qwen3_8b)
+    other.speculator.tie()
+    free, tied = (MemoryEstimate.of(config(), model, 0, 1) for model in (qwen3_8b, other))
+    rank, vocab_size, hidden_size = 512, SHAPE["vocab_size"], SHAPE["hidden_size"]
+    assert free.optimizer - tied.optimizer == 8 * rank * (vocab_size - hidden_size)
+    assert tied.loss - free.loss == 6 * rank * vocab_size and tied.total < free.total
 
 
 def test_a_step_in_words():

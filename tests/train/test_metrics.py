@@ -18,7 +18,7 @@ from train.packing import Batch
 @pytest.mark.parametrize("head", ["speculative", "full"])
 def test_flops_are_those_of_torchs_counter(root, prompt, head):
     """``prompt``: tokens of each document that are not supervised. From 4 on, all 3 steps predict every other one."""
-    run = build_run(config_of(overrides(root, f"flops-{prompt}-{head}", f"head={head}", "head.tied=false")))
+    run = build_run(config_of(overrides(root, f"flops-{prompt}-{head}", f"head={head}")))
     length = 16
     loss_mask, document_ids = (torch.arange(length) >= prompt).long().repeat(6, 1), torch.zeros(6, length).long()
     batch = Batch(
@@ -33,8 +33,9 @@ def test_flops_are_those_of_torchs_counter(root, prompt, head):
     with FlopCounterMode(display=False) as counter:
         run.forward(batch, torch.ones(3), collect=False).loss.backward()
     counts = valid_counts(batch.loss_mask, batch.document_ids, 3)
+    tying = 4 * run.target.lm_head_weight.numel() * run.model.speculator.rank if head == "speculative" else 0
     num_unrolled = 6 * (length - (prompt - 4))  # from 2 + 2 positions before the first supervised token
-    modelled = FlopsModel.of(run.target, run.model).step(6 * length, num_unrolled, counts)
+    modelled = tying + FlopsModel.of(run.target, run.model).step(6 * length, num_unrolled, counts)
     counted = counter.get_flop_counts()["Global"]
     products = counted[torch.ops.aten.mm] + counted.get(torch.ops.aten.addmm, 0)  # attention scores are bmm, sdpa
     assert modelled == pytest.approx(products, rel=0.002)  # the model counts the target's norm weights too
