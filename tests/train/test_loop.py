@@ -11,9 +11,11 @@ import torch
 from accelerate import PartialState
 
 from data_gen.make_features import make_features
+from scripts.export import export
 from specvocab_model import target_graph
 from specvocab_model.acceptance import AcceptanceSums
 from specvocab_model.config import ConfigError, OptimConfig
+from specvocab_model.export import load_checkpoint
 from specvocab_model.losses import valid_counts
 from tests.composing import config_of
 from tests.train.runs import (
@@ -28,7 +30,8 @@ from tests.train.runs import (
     run_of,
     write_experiment,
 )
-from train.build import Run
+from train.build import Run, build_run
+from train.identity import run_identity
 from train.loop import NonFiniteError, launch_step, settle, step_totals, train
 from train.optim import build_optimizer
 from train.preemption import Preempted
@@ -349,6 +352,28 @@ def test_full_head_trains_without_a_speculator(root):
     assert all(name.startswith("draft.") for name in final_weights(root, "full-head"))
     (numbers,) = logged(root, "full-head", "train/simulated_tau/full", "train/simulated_tau/candidates")
     assert numbers[1] == numbers[2]
+
+
+def test_rows_of_vocab_proj_are_trained_one_by_one_on_request_and_exported_as_they_are(root):
+    config = config_of(overrides(root, "free", "head.tied=false", "trainer.max_steps=1"))
+    run = build_run(config)
+    before = run.model.speculator.vocab_proj.weight.detach().clone()
+    train(run)
+    trained = final_weights(root, "free")
+    assert not torch.equal(trained["speculator.vocab_proj.weight"], before)
+    assert largest_difference(load_checkpoint(export(config)).state_dict(), trained) == 0.0
+
+
+def test_a_run_of_a_version_that_could_not_tie_goes_on_untied(root, monkeypatch):
+    def of_then(*args, **kwargs):
+        return {key: value for key, value in run_identity(*args, **kwargs).items() if key != "head.tied"}
+
+    with monkeypatch.context() as then:
+        then.setattr("train.build.run_identity", of_then)
+        train(run_of(root, "older", "head.tied=false", "trainer.max_steps=4"))
+    assert run_of(root, "older", "head.tied=false", "trainer.max_steps=4").state.step == 4
+    with pytest.raises(ConfigError, match=r"head\.tied: False then, True now"):
+        run_of(root, "older", "trainer.max_steps=4")
 
 
 def test_training_learns(root):
