@@ -7,8 +7,8 @@
 #   fetch generate train train_static export tune speed tau tau_tree tau_sampled report ablations
 # What is finished is not done again, as long as drafts, target, questions and options are the same. What was stopped
 # goes on: a machine that is taken away costs minutes. With two GPUs, start independent stages side by side, each with
-# its own CUDA_VISIBLE_DEVICES (train_static by size, with STATIC_SIZES=16000 and STATIC_SIZES=32000). Runs are in outputs/EXPERIMENT*, figures in outputs/EXPERIMENT_results, both in the
-# repository. Without a network, put the wheels of the target into a folder and set
+# its own CUDA_VISIBLE_DEVICES (train_static by size, with STATIC_SIZES=16000 and STATIC_SIZES=32000). Runs are in
+# outputs/EXPERIMENT*, figures in outputs/EXPERIMENT_results, both in the repository. Without a network, put the wheels of the target into a folder and set
 # PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER HF_HUB_OFFLINE=1. Other variables: TARGET, STEPS=1000 and ABLATION_STEPS=500
 # optimizer steps, STATIC_SIZES='16000 32000', QUESTIONS_OF_SPEED=80, BATCH=16 texts at a time where only acceptance
 # counts, EXTRA='key=value ...'.
@@ -28,7 +28,7 @@ if [[ -d $target ]]; then target=$(realpath "$target"); fi
 shift 3
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case $name in # some 400 candidates, and half and double the rank
-  smollm2_135m) few_tile=128 ranks=(36 144) ;;
+  smollm2_135m) few_tile=128 ranks=(64 256) ;;
   gemma3_270m) few_tile=512 ranks=(40 160) ;;
   *) die "EXPERIMENT=$name must be smollm2_135m or gemma3_270m; add a line for another one here" ;;
 esac

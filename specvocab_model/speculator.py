@@ -6,8 +6,8 @@ target's final scale and soft-cap are monotone, so the ranking, and with it the 
 
 Trained is not ``vocab_proj`` itself but ``W`` [d, r] in ``vocab_proj = U W`` (``head.tied``): ``s = U (W down_proj h)``
 is the exact logits of a hidden state that went through ``r`` numbers. A token that is rare in the training data is then
-scored by its own row of ``U``. Rows of ``vocab_proj`` that are trained one by one, as published, lose such tokens: all
-that reaches them is a push down.
+scored by its own row of ``U``. Rows of ``vocab_proj`` that are trained one by one, as published, lost such tokens
+(docs/RESULTS.md): nearly all that reaches them is a push down.
 """
 
 from __future__ import annotations

@@ -201,6 +201,19 @@ def test_a_run_of_a_version_that_knew_fewer_settings_is_refused(config):
         export.export(config)
 
 
+def test_a_run_of_a_version_that_could_not_tie_is_exported_untied(config):
+    config = replace(config, head=replace(config.head, tied=False))
+    model = finish_training(config)
+    path = Path(config.output_dir, "final/training.json")
+    record = json.loads(path.read_text())
+    del record["config"]["head"]["tied"]
+    path.write_text(json.dumps(record))
+    loaded = load_checkpoint(export.export(config))
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    with pytest.raises(ConfigError, match=r"head\.tied=True, but .* was trained with False"):
+        export.export(replace(config, head=replace(config.head, tied=True)))
+
+
 def test_another_target_than_that_of_the_run_is_refused(config, tmp_path):
     finish_training(config)
     other = str(tiny_target_folder(tmp_path / "other", "llama", seed=1))
